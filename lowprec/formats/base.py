@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,11 @@ from ..errors import FormatError, did_you_mean
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+INPUT_DTYPES: tuple[np.dtype[Any], ...] = (
+    np.dtype(np.float32),
+    np.dtype(np.float16),
+    np.dtype(ml_dtypes.bfloat16),
+)
 
 
 class Quantized(NamedTuple):
@@ -51,10 +58,20 @@ class Options:
     """Base of every format's options: a frozen record whose fields are bools, ints, tuples of ints or enums.
 
     `parse` and `to_json` are inverse; `to_json` always states every field, so a recipe and a digest
-    never depend on a default.
+    never depend on a default. A field given as a plain value becomes what its annotation names, so that
+    no comparison with an enum can fail silently.
+
+    Raises:
+        FormatError: a value that the option does not have; it names the option and the nearest right word.
     """
 
     format: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hints = _field_types(type(self))
+        for field in dataclasses.fields(self):
+            value = _convert(self.format, field.name, getattr(self, field.name), hints[field.name])
+            object.__setattr__(self, field.name, value)
 
     @property
     def row_alignment(self) -> int:
@@ -74,12 +91,17 @@ class Options:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> typing.Self:
         """Build the options from plain values. Raises FormatError naming the option and the nearest right word."""
-        hints = typing.get_type_hints(cls)
         names = {field.name for field in dataclasses.fields(cls)}
         for key in values:
             if key not in names:
                 raise FormatError(f"{cls.format}: unknown option '{key}'{did_you_mean(key, names)}")
-        return cls(**{key: _convert(cls.format, key, value, hints[key]) for key, value in values.items()})
+        return cls(**values)
+
+
+@functools.cache
+def _field_types(cls: type[Options]) -> dict[str, Any]:
+    """The annotations of the fields, as types."""
+    return typing.get_type_hints(cls)
 
 
 def _convert(format_name: str, key: str, value: Any, hint: Any) -> Any:
@@ -128,3 +150,23 @@ class Format:
     layout: Callable[[Shape, Any], Layout]
     describe: Callable[[Any], dict[str, Any]]
     global_amax: Callable[[Array, Any], Array] | None = None
+
+
+def check_input(format_name: str, x: Array) -> None:
+    """Raise FormatError unless `x` is [.., M, K] in float32, float16 or bfloat16."""
+    if x.dtype not in INPUT_DTYPES:
+        known = ", ".join(dtype.name for dtype in INPUT_DTYPES)
+        raise FormatError(f"{format_name}: cannot quantize {x.dtype.name}, cast it to one of {known} first")
+    check_shape(format_name, x.shape)
+
+
+def check_shape(format_name: str, shape: Shape, *, rows: int = 1, columns: int = 1) -> None:
+    """Raise FormatError unless `shape` is [.., M, K] with M a multiple of `rows` and K one of `columns`."""
+    if len(shape) < 2:
+        raise FormatError(f"{format_name}: shape {list(shape)} has no rows and columns, give a matrix [.., M, K]")
+    for size, multiple, what in ((shape[-2], rows, "rows"), (shape[-1], columns, "columns")):
+        if size % multiple:
+            raise FormatError(
+                f"{format_name}: {size} {what} in shape {list(shape)} are not a multiple of {multiple}, "
+                "keep this tensor in high precision"
+            )
