@@ -68,7 +68,8 @@ class Options:
     format: ClassVar[str]
 
     def __post_init__(self) -> None:
-        hints = _field_types(type(self))
+        cls: Any = type(self)
+        hints = _field_types(cls)
         for field in dataclasses.fields(self):
             value = _convert(self.format, field.name, getattr(self, field.name), hints[field.name])
             object.__setattr__(self, field.name, value)
@@ -99,7 +100,7 @@ class Options:
 
 
 @functools.cache
-def _field_types(cls: type[Options]) -> dict[str, Any]:
+def _field_types(cls: type[Any]) -> dict[str, Any]:
     """The annotations of the fields, as types."""
     return typing.get_type_hints(cls)
 

@@ -67,7 +67,7 @@ def layout(shape: Shape, options: Fp8BlockOptions) -> Layout:
 def _te_scales(amax: nm.F32, options: Fp8BlockOptions, dtype: np.dtype[Any]) -> tuple[nm.F32, nm.F32]:
     """(encode, decode) a block."""
     encode = nm.E4M3_MAX / amax
-    # 448 / A overflows for A < 2^-119 or so; TE then takes the largest value of the input's dtype.
+    # 448 / A overflows for A < 1.3165538e-36; TE then takes the largest value of the input's dtype.
     encode = np.where(np.isinf(encode), nm.finite_max(dtype), encode)
     if options.scale is Scale.POW2:
         encode = nm.floor_power_of_two(encode)  # the encode scale down, hence the decode scale up
@@ -77,7 +77,8 @@ def _te_scales(amax: nm.F32, options: Fp8BlockOptions, dtype: np.dtype[Any]) -> 
 
 def _floored_scale(amax: nm.F32, options: Fp8BlockOptions) -> nm.F32:
     """The decode scale of DeepGEMM and DeepSeek; NaN stays NaN with FP32 scales."""
-    scale = np.maximum(amax, nm.DEEPGEMM_AMAX_FLOOR) / nm.E4M3_MAX
+    scale = np.maximum(amax, nm.DEEPGEMM_AMAX_FLOOR)
+    scale /= nm.E4M3_MAX
     return nm.ceil_power_of_two(scale) if options.scale is Scale.POW2 else scale
 
 
@@ -90,7 +91,7 @@ def quantize(x: Array, options: Fp8BlockOptions, amax: Array | None = None) -> Q
     """
     check_input(NAME, x)
     del amax  # no global scale
-    x32 = x.astype(np.float32)
+    x32: Array = x.astype(np.float32)
     block = options.block
     if options.rule is Rule.TE:
         encode, scale = _te_scales(nm.block_amax(x, block), options, x.dtype)

@@ -80,7 +80,8 @@ def _magnitudes(exponent_bits: int, mantissa_bits: int, count: int) -> npt.NDArr
     exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
     hidden = np.where(exponent > 0, 1 << mantissa_bits, 0)
     bias = (1 << (exponent_bits - 1)) - 1
-    return np.ldexp(hidden + mantissa, np.maximum(exponent, 1) - bias - mantissa_bits)
+    values: npt.NDArray[np.float64] = np.ldexp(hidden + mantissa, np.maximum(exponent, 1) - bias - mantissa_bits)
+    return values
 
 
 def _encode_table(values: npt.NDArray[np.float64], sign_bit: int, nan_code: np.uint8) -> U8:
@@ -206,12 +207,14 @@ def ceil_power_of_two(s: F32) -> F32:
     """The smallest power of two in [2^-126, 2^127] that is not below `s`; Inf and NaN give 2^127."""
     bits = s.view(np.uint32)
     exponent = ((bits >> _MANTISSA_BITS) & np.uint32(0xFF)) + ((bits & _MANTISSA_MASK) != 0)
-    return (np.clip(exponent, np.uint32(1), np.uint32(E8M0_MAX)) << _MANTISSA_BITS).view(np.float32)
+    bounded: npt.NDArray[np.uint32] = np.clip(exponent, np.uint32(1), np.uint32(E8M0_MAX))
+    return (bounded << _MANTISSA_BITS).view(np.float32)
 
 
 def finite_max(dtype: np.dtype[Any]) -> np.float32:
-    """The largest finite value of a floating dtype of at most 32 bits."""
-    return np.float32(ml_dtypes.finfo(dtype).max)
+    """The largest finite value of float32, float16 or bfloat16: the bit pattern before Inf's."""
+    integer = np.dtype(f"u{dtype.itemsize}")
+    return np.float32((np.array([np.inf], dtype=dtype).view(integer) - integer.type(1)).view(dtype)[0])
 
 
 # ---- blocks --------------------------------------------------------------------------------------------
@@ -231,14 +234,16 @@ def _fold_columns(magnitude: Array, width: int) -> Array:
         width //= 2
     if width == 1:
         return magnitude
-    return magnitude.reshape(*magnitude.shape[:-1], -1, width).max(axis=-1)
+    *rows, k = magnitude.shape
+    out: Array = magnitude.reshape(*rows, k // width, width).max(axis=-1)
+    return out
 
 
 def _fold_rows(magnitude: Array, height: int) -> Array:
     """Maximum over blocks of `height` rows; the last block may be short."""
     *lead, m, k = magnitude.shape
     whole = m // height
-    out = magnitude[..., : whole * height, :].reshape(*lead, whole, height, k).max(axis=-2, initial=0)
+    out: Array = magnitude[..., : whole * height, :].reshape(*lead, whole, height, k).max(axis=-2, initial=0)
     if m % height == 0:
         return out
     rest = magnitude[..., whole * height :, :].max(axis=-2, keepdims=True, initial=0)
@@ -285,11 +290,13 @@ def spread(per_block: Array, block_shape: tuple[int, int], shape: Shape) -> Arra
 
 def pack_nibbles(codes: U8) -> U8:
     """[.., K] codes of four bits -> [.., K/2] bytes, the even element in the low nibble. K is even."""
-    pairs = np.ascontiguousarray(codes).view("<u2")
-    return (pairs | pairs >> 4).astype(np.uint8)
+    pairs = np.ascontiguousarray(codes).view("<u2")  # the even element is the low byte
+    out: U8 = (pairs | pairs >> 4).astype(np.uint8)
+    return out
 
 
 def unpack_nibbles(packed: U8) -> U8:
     """Inverse of `pack_nibbles`: [.., K/2] bytes -> [.., K] codes."""
     pairs = np.ascontiguousarray(packed).astype("<u2")
-    return ((pairs | pairs << 4) & 0x0F0F).view(np.uint8)
+    out: U8 = ((pairs | pairs << 4) & 0x0F0F).view(np.uint8)
+    return out

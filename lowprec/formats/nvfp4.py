@@ -99,13 +99,14 @@ def global_amax(x: Array, options: Nvfp4Options) -> nm.F32:
 
 def _encode_scale(amax: nm.F32, options: Nvfp4Options) -> nm.F32:
     """S, the multiplier that brings the largest block scale to e4m3_max."""
-    scale = np.minimum(nm.E2M1_MAX * np.float32(options.e4m3_max) / amax, nm.FLT_MAX)
+    scale = np.minimum(np.float32(nm.E2M1_MAX * options.e4m3_max) / amax, nm.FLT_MAX)
     return np.where((amax == 0) | (scale == 0), np.float32(1.0), scale)
 
 
 def _multiplier(block_scale: nm.U8, global_scale: nm.F32) -> nm.F32:
     """What the elements of a block are multiplied by; FLT_MAX for a block scale of 0."""
-    return np.minimum(np.float32(1.0) / (nm.decode_e4m3(block_scale) * global_scale), nm.FLT_MAX)
+    out: nm.F32 = np.minimum(np.float32(1.0) / (nm.decode_e4m3(block_scale) * global_scale), nm.FLT_MAX)
+    return out
 
 
 @np.errstate(all="ignore")
