@@ -18,9 +18,12 @@ class Dialect(abc.ABC):
 
     `parts` and `encode` / `decode` speak of a logical weight by the dialect's word for each stored piece
     ("weight", "weight_scale_inv", ...); `part_name` makes the stored name from the weight's name and that word.
+
+    quant_methods: the words of `quantization_config.quant_method` that this dialect may recognize; for messages.
     """
 
     name: ClassVar[str]
+    quant_methods: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def parts(self, options: Options, shape: Shape) -> Mapping[str, tuple[str, Shape]]:
@@ -45,13 +48,19 @@ class Dialect(abc.ABC):
     def logical(self, config: Json, stored: Mapping[str, TensorInfo]) -> tuple[SourceTensor, ...]:
         """Group a source's stored tensors into logical ones; every stored tensor is used exactly once.
 
+        `SourceTensor.stored` has the block or group size that the config states. Where the bytes cannot tell which
+        rule made them (they can be dequantized without knowing) it has the format's default rule.
+
         Raises CheckpointError for a quantized tensor without its scale, a scale without its tensor, or a dtype or
         shape that the dialect does not have, naming the tensor.
         """
 
     @abc.abstractmethod
     def config(self, plan: Plan, ignore: tuple[str, ...]) -> tuple[Json | None, Mapping[str, Json]]:
-        """The `quantization_config` for config.json (None: none), and further files by name, for a plan."""
+        """The `quantization_config` for config.json (None: none), and further files by name, for a plan.
+
+        `ignore` are the modules that engines must not treat as quantized (`lowprec.dialects.engines.ignore_list`).
+        """
 
     def part_name(self, weight: str, word: str) -> str:
         """Stored name of one piece: `m.weight` and "weight_scale" give `m.weight_scale`."""

@@ -1,0 +1,83 @@
+"""NVFP4 as ModelOpt exports it, for SGLang and vLLM (spec/serving.md 1.3, 2.1).
+
+No `input_scale` is written. It is the static global scale of a calibrated activation; our recipes quantize
+activations with one scale a token, computed at run time, which SGLang does when it is told to by its environment
+(`SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1`, see `lowprec.launch`), ignoring `input_scale`. Without that a
+missing `input_scale` counts as 1.0 in SGLang. `lowprec.dialects.expressible` says what each engine makes of it.
+
+No KV-cache scheme is written either: engines would serve an FP8 cache with scale 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..errors import PlanError
+from ..formats.base import Options
+from ..formats.nvfp4 import Nvfp4Options, Outer
+from ..plan import Plan
+from .base import Json
+from .pieces import PieceDialect, one_format
+from .settings import names, optional, positive_int, quantization_section, require
+
+_WHERE = "quantization_config"
+_GROUP = 16
+
+
+class ModeloptNvfp4(PieceDialect):
+    """`<m>.weight` U8 [N, K/2], `weight_scale` F8_E4M3 [N, K/16], `weight_scale_2` F32 [], the multiplier 1/S.
+
+    `input_scale` F32 [] of other exporters is read and not needed: it belongs to the activations.
+    """
+
+    name = "modelopt_nvfp4"
+    quant_methods = ("modelopt", "modelopt_fp4")
+    formats = MappingProxyType({"nvfp4": 2})
+    extra = MappingProxyType({"input_scale": ("F32", ((), (1,)))})
+
+    def words(self, options: Options) -> Mapping[str, str]:
+        """See `PieceDialect.words`. One global scale a matrix is all that the names have room for."""
+        if isinstance(options, Nvfp4Options) and options.outer is not Outer.TENSOR:
+            raise PlanError(f"{self.name} stores one global scale a weight; outer = '{options.outer}' has no spelling")
+        return {"weight": "qdata", "weight_scale": "scale", "weight_scale_2": "global_scale"}
+
+    def recognizes(self, config: Json) -> bool:
+        """quant_algo "NVFP4" under a quant_method that is missing or ModelOpt's."""
+        section = quantization_section(config)
+        if section is None or section.get("quant_method", "modelopt") not in self.quant_methods:
+            return False
+        return section.get("quant_algo") == "NVFP4"
+
+    def read_options(self, section: Json) -> Options:
+        """The block size must be NVFP4's. How the scales were chosen is not recorded: the default options."""
+        require(section, "quant_algo", ("NVFP4",), _WHERE)
+        optional(section, "kv_cache_quant_algo", (None,), _WHERE)
+        optional(section, "kv_cache_scheme", (None,), _WHERE)
+        names(section, "ignore", _WHERE)
+        if positive_int(section, "group_size", _WHERE) != _GROUP:
+            require(section, "group_size", (_GROUP,), _WHERE)
+        return Nvfp4Options()
+
+    def config(self, plan: Plan, ignore: tuple[str, ...]) -> tuple[Json | None, Mapping[str, Json]]:
+        """The flat form for config.json, the nested one for hf_quant_config.json.
+
+        The nested form states a null KV-cache algorithm because readers of it require the key.
+        """
+        options = one_format(plan, self.name)
+        self.require_format(options)
+        self.words(options)
+        flat: Json = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": _GROUP, "ignore": list(ignore)}
+        nested: Json = {
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": None,
+                "group_size": _GROUP,
+                "exclude_modules": list(ignore),
+            },
+        }
+        return flat, {"hf_quant_config.json": nested}
+
+
+DIALECT = ModeloptNvfp4()
