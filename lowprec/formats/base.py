@@ -79,6 +79,11 @@ class Options:
         """Rows that must stay together when a tensor is cut along M (1: any row may be cut off)."""
         return 1
 
+    @property
+    def column_alignment(self) -> int:
+        """Columns that must stay together when a tensor is cut along K."""
+        return 1
+
     def to_json(self) -> dict[str, Any]:
         """`{"format": name, option: value, ...}` with plain JSON values; None is spelled "none"."""
         out: dict[str, Any] = {"format": self.format}

@@ -56,6 +56,11 @@ class Fp8BlockOptions(Options):
         """A cut along M keeps whole blocks together."""
         return self.block[0]
 
+    @property
+    def column_alignment(self) -> int:
+        """A cut along K keeps whole blocks together."""
+        return self.block[1]
+
 
 def layout(shape: Shape, options: Fp8BlockOptions) -> Layout:
     """qdata [.., M, K] E4M3; scale [.., ceil(M/bm), ceil(K/bk)] float32."""

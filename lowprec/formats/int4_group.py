@@ -45,6 +45,11 @@ class Int4GroupOptions(Options):
         if self.group not in GROUPS:
             raise FormatError(f"{NAME}: group = {self.group} is not one of them (known: 32, 128)")
 
+    @property
+    def column_alignment(self) -> int:
+        """A cut along K keeps whole blocks together."""
+        return self.group
+
 
 def layout(shape: Shape, options: Int4GroupOptions) -> Layout:
     """qdata [.., M, K/8] int32; scale [.., M, K/group] bfloat16. K is a multiple of the group."""

@@ -36,6 +36,11 @@ class Mxfp4Options(Options):
     format: ClassVar[str] = NAME
     scale_rule: ScaleRule = ScaleRule.RCEIL
 
+    @property
+    def column_alignment(self) -> int:
+        """A cut along K keeps whole blocks together."""
+        return nm.MX_BLOCK
+
 
 def layout(shape: Shape, options: Mxfp4Options) -> Layout:
     """qdata [.., M, K/2] bytes; scale [.., M, K/32], E8M0 bytes. K is a multiple of 32."""

@@ -23,6 +23,11 @@ class Mxfp8Options(Options):
 
     format: ClassVar[str] = NAME
 
+    @property
+    def column_alignment(self) -> int:
+        """A cut along K keeps whole blocks together."""
+        return nm.MX_BLOCK
+
 
 def layout(shape: Shape, options: Mxfp8Options) -> Layout:
     """qdata [.., M, K] E4M3; scale [.., M, K/32], E8M0 bytes. K is a multiple of 32."""

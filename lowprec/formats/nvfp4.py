@@ -70,6 +70,11 @@ class Nvfp4Options(Options):
         """A cut along M keeps whole tiles together."""
         return self.block[0]
 
+    @property
+    def column_alignment(self) -> int:
+        """A cut along K keeps whole blocks together."""
+        return self.block[1]
+
 
 def layout(shape: Shape, options: Nvfp4Options) -> Layout:
     """qdata [.., M, K/2] bytes; scale [.., M, K/16] E4M3 (tiles: repeated over their 16 rows); global_scale.

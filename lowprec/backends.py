@@ -1,0 +1,269 @@
+"""quantize, dequantize, fake_quantize: a format, its options and a backend, on numpy arrays or torch tensors.
+
+The backend "reference" is the numpy function of the format's own file, run tile by tile so that its
+temporaries stay in the cache. Another backend is a module `lowprec.kernels.<backend>.<format>` with the
+reference's two functions and the same bytes; it is loaded by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import BackendError, FormatError, did_you_mean
+from .formats import get_format
+from .formats.base import INPUT_DTYPES, Array, ArraySpec, Format, Options, Quantized, Shape, check_input
+from .qtensor import QTensor, dtype_of, like, to_numpy
+
+REFERENCE = "reference"
+AUTO = ("cpu", REFERENCE)  # "auto" takes the first of these that is there: the fastest first
+TILE_ELEMENTS = 1 << 16  # 256 KiB of float32: a handful of temporaries fit in a core's second-level cache
+
+
+def quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any = None, **options: Any) -> QTensor:
+    """Quantize a tensor.
+
+    Args:
+        x: [.., M, K] in float32, float16 or bfloat16, of any strides: a numpy array, or a torch tensor, whose
+            QTensor then holds torch tensors on the same device.
+        format: the name of a format with its `options` as words, or its options record.
+        backend: "auto", "reference", or the name of a folder of kernels. All give the same bytes.
+        amax: the global amax to use instead of the tensor's own (float32, one a matrix or a row, or one
+            number), for tensors that share one. Only for a format with a global scale.
+        options: see the format's file; what is left out has its default.
+
+    Raises:
+        FormatError: an unknown format or option, or a tensor that the format cannot hold.
+        BackendError: the backend is not there.
+    """
+    chosen = _options(format, options)
+    fmt = get_format(chosen.format)
+    array = to_numpy(x)
+    check_input(fmt.name, array)
+    fmt.layout(array.shape, chosen)  # refuses a shape that it cannot hold before any backend is asked
+    given = None if amax is None else _given_amax(fmt, chosen, array.shape, amax)
+    kernel = _load(backend, fmt)
+    if kernel is None:
+        result = _quantize_tiles(fmt, array, chosen, given)
+    else:
+        result = Quantized(*kernel.quantize(array, chosen, given))
+    return QTensor(
+        qdata=like(result.qdata, x),
+        scale=like(result.scale, x),
+        global_scale=None if result.global_scale is None else like(result.global_scale, x),
+        options=chosen,
+        shape=array.shape,
+    )
+
+
+def dequantize(q: QTensor, dtype: Any = "bfloat16", *, backend: str = "auto") -> Any:
+    """The values of a QTensor, [.., M, K] in `dtype`: the format's rule in float32, then one rounding.
+
+    `dtype` is "float32", "float16" or "bfloat16", or numpy's or torch's object for one of them. The result is
+    what the arrays of `q` are, numpy or torch.
+
+    Raises:
+        FormatError: arrays that do not fit the options and shape, or another dtype.
+        BackendError: the backend is not there.
+    """
+    q.validate()
+    fmt = get_format(q.format)
+    target = _result_dtype(dtype)
+    outer = None if q.global_scale is None else to_numpy(q.global_scale)
+    arrays = Quantized(to_numpy(q.qdata), to_numpy(q.scale), outer)
+    kernel = _load(backend, fmt)
+    if kernel is None:
+        result = _dequantize_tiles(fmt, arrays, q.options, q.shape, target)
+    else:
+        result = kernel.dequantize(arrays, q.options, target)
+    return like(result, q.qdata)
+
+
+def fake_quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any = None, **options: Any) -> Any:
+    """`dequantize(quantize(x))` in the dtype of `x`: the values that are served. No gradient passes."""
+    return dequantize(quantize(x, format, backend=backend, amax=amax, **options), dtype_of(x), backend=backend)
+
+
+def global_amax(x: Any, format: str | Options, **options: Any) -> Array | None:
+    """The global amax of a tensor, float32 [..] or [.., M]; None if the format has no global scale.
+
+    Partners share the maximum of theirs: pass it to `quantize(amax=...)`.
+    """
+    chosen = _options(format, options)
+    array = to_numpy(x)
+    check_input(chosen.format, array)
+    return _global_amax(get_format(chosen.format), array, chosen)
+
+
+# ---- arguments -----------------------------------------------------------------------------------------
+
+
+def _options(format: str | Options, options: dict[str, Any]) -> Options:
+    if isinstance(format, str):
+        parsed: Options = get_format(format).options.parse(options)
+        return parsed
+    if not options:
+        return format
+    known = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
+    return type(format).parse({**known, **options})
+
+
+def _given_amax(fmt: Format, options: Options, shape: Shape, amax: Any) -> Array:
+    spec = fmt.layout(shape, options).global_scale
+    if spec is None:
+        raise FormatError(f"{fmt.name}: amax was given, but this format has no global scale; leave it out")
+    value = np.asarray(amax if isinstance(amax, int | float) else to_numpy(amax), dtype=np.float32)
+    if value.ndim and value.shape != spec.shape:
+        raise FormatError(
+            f"{fmt.name}: amax has shape {list(value.shape)}, it must be {list(spec.shape)} or one number"
+        )
+    if np.isnan(value).any() or (value < 0).any():
+        raise FormatError(f"{fmt.name}: amax has a negative or NaN value, give the largest |x|")
+    return np.broadcast_to(value, spec.shape)
+
+
+def _result_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype).removeprefix("torch.")
+    for known in INPUT_DTYPES:
+        if known.name == name:
+            return known
+    raise FormatError(f"cannot dequantize to '{name}'{did_you_mean(name, [known.name for known in INPUT_DTYPES])}")
+
+
+# ---- kernels -------------------------------------------------------------------------------------------
+
+
+def available(format_name: str) -> list[str]:
+    """The backends that have a kernel for a format; "reference" is always one."""
+    try:
+        kernels = importlib.import_module("lowprec.kernels")
+    except ModuleNotFoundError:
+        return [REFERENCE]
+    found = {
+        name
+        for folder in kernels.__path__
+        for name in os.listdir(folder)
+        if os.path.isfile(os.path.join(folder, name, f"{format_name}.py"))
+    }
+    return [*sorted(found), REFERENCE]
+
+
+def _load(backend: str, fmt: Format) -> Any:
+    """The kernel module, or None for the reference."""
+    known = available(fmt.name)
+    if backend == "auto":
+        for name in AUTO:
+            if name in known:
+                try:
+                    return _load(name, fmt)
+                except BackendError:  # its library is not there
+                    continue
+    if backend not in known:
+        raise BackendError(f"no backend '{backend}' for {fmt.name}{did_you_mean(backend, ['auto', *known])}")
+    return None if backend == REFERENCE else importlib.import_module(f"lowprec.kernels.{backend}.{fmt.name}")
+
+
+# ---- the reference, tile by tile -----------------------------------------------------------------------
+
+
+class _Tile(NamedTuple):
+    """Where a tile lies: the index of its matrix, its rows and its columns."""
+
+    matrix: tuple[int, ...]
+    rows: slice
+    columns: slice
+
+    @property
+    def index(self) -> Any:
+        """Index of the tile in an array [.., M, K]."""
+        return (*self.matrix, self.rows, self.columns)
+
+    def outer(self, array: Array) -> Any:
+        """Index of the tile's part of an array [..] or [.., M]."""
+        return (*self.matrix, self.rows)[: array.ndim]
+
+    def piece(self, array: Array, begin: ArraySpec, size: Shape) -> Array:
+        """The tile's part, of `size` [rows, columns], of a packed or scale array."""
+        row, column = begin.shape
+        out: Array = array[self.matrix][row : row + size[0], column : column + size[1]]
+        return out
+
+
+def _tiles(shape: Shape, options: Options) -> Iterator[_Tile]:
+    """Tiles of about TILE_ELEMENTS that cut no block."""
+    *lead, m, k = shape
+    row_step = max(TILE_ELEMENTS // max(k, 1) // options.row_alignment, 1) * options.row_alignment
+    column_step = k
+    if row_step * k > TILE_ELEMENTS:
+        wide = options.column_alignment
+        column_step = max(TILE_ELEMENTS // row_step // wide, 1) * wide
+    for index in np.ndindex(*lead):
+        for row in range(0, m, row_step):
+            for column in range(0, k, max(column_step, 1)):
+                rows, columns = slice(row, min(row + row_step, m)), slice(column, min(column + column_step, k))
+                yield _Tile(index, rows, columns)
+
+
+def _global_amax(fmt: Format, x: Array, options: Options) -> Array | None:
+    """`fmt.global_amax` without temporaries of the tensor's size."""
+    spec = fmt.layout(x.shape, options).global_scale
+    if fmt.global_amax is None or spec is None:
+        return None
+    if x.size <= TILE_ELEMENTS:
+        return np.asarray(fmt.global_amax(x, options))
+    out = np.zeros(spec.shape, dtype=np.float32)
+    for tile in _tiles(x.shape, options):
+        where = tile.outer(out)
+        out[where] = np.maximum(out[where], fmt.global_amax(x[tile.index], options))
+    return out
+
+
+def _quantize_tiles(fmt: Format, x: Array, options: Options, amax: Array | None) -> Quantized:
+    """`fmt.quantize`, byte for byte, without temporaries of the tensor's size."""
+    if amax is None:
+        amax = _global_amax(fmt, x, options)
+    if x.size <= TILE_ELEMENTS:
+        return fmt.quantize(x, options, amax)
+    qdata, scale, outer = fmt.layout(x.shape, options)
+    out = Quantized(
+        np.empty(qdata.shape, qdata.dtype),
+        np.empty(scale.shape, scale.dtype),
+        None if outer is None else np.empty(outer.shape, outer.dtype),
+    )
+    for tile in _tiles(x.shape, options):
+        given = None if amax is None else amax[tile.outer(amax)]
+        part = fmt.quantize(np.ascontiguousarray(x[tile.index]), options, given)
+        begin = fmt.layout((tile.rows.start, tile.columns.start), options)
+        tile.piece(out.qdata, begin.qdata, part.qdata.shape)[...] = part.qdata
+        tile.piece(out.scale, begin.scale, part.scale.shape)[...] = part.scale
+        if out.global_scale is not None:
+            out.global_scale[tile.outer(out.global_scale)] = part.global_scale
+    return out
+
+
+def _dequantize_tiles(fmt: Format, arrays: Quantized, options: Options, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """`fmt.dequantize`, byte for byte, without temporaries of the tensor's size."""
+    if math.prod(shape) <= TILE_ELEMENTS:
+        return fmt.dequantize(arrays, options, dtype)
+    out = np.empty(shape, dtype)
+    outer = arrays.global_scale
+    for tile in _tiles(shape, options):
+        rows, columns = tile.rows, tile.columns
+        begin = fmt.layout((rows.start, columns.start), options)
+        size = fmt.layout((rows.stop - rows.start, columns.stop - columns.start), options)
+        part = Quantized(
+            np.ascontiguousarray(tile.piece(arrays.qdata, begin.qdata, size.qdata.shape)),
+            tile.piece(arrays.scale, begin.scale, size.scale.shape),
+            None if outer is None else outer[tile.outer(outer)],
+        )
+        out[tile.index] = fmt.dequantize(part, options, dtype)
+    return out
