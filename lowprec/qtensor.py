@@ -18,7 +18,7 @@ from .formats import get_format
 from .formats.base import Array, ArraySpec, Options, Quantized, Shape
 
 # Every dtype that an input or a piece can have, under the name that torch uses too.
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype)
     for name, dtype in {
         "float32": np.float32,
