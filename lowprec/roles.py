@@ -38,6 +38,7 @@ KEPT_ROLES = MappingProxyType(
         "embedding": "token embedding",
         "lm_head": "output head",
         "norm": "layer norms, q and k norms, latent norms",
+        "rotary": "rotary frequencies: a buffer that engines compute themselves and old checkpoints store",
         "bias": "bias of a linear",
         "router": "router of a mixture of experts",
         "router.bias": "bias or score correction of a router",
