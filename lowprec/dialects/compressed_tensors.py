@@ -42,6 +42,10 @@ class CompressedTensors(PieceDialect):
         del options
         return {"weight_packed": "qdata", "weight_scale": "scale"}
 
+    def pieces(self, options: Options) -> frozenset[str]:
+        """See `PieceDialect.pieces`."""
+        return super().pieces(options) | ({_SHAPE} if isinstance(options, Int4GroupOptions) else frozenset())
+
     def parts(self, options: Options, shape: Shape) -> Mapping[str, tuple[str, Shape]]:
         """See `Dialect.parts`."""
         pieces = dict(super().parts(options, shape))

@@ -90,20 +90,23 @@ def one_format(plan: Plan, dialect: str) -> Options:
 class PieceDialect(Dialect):
     """A dialect whose pieces are arrays of the QTensor, stored as they are.
 
-    A subclass says which piece is which array (`words`), what the config states (`read_options`, `config`), and
-    optionally pieces that others write and that decoding does not need.
+    A subclass says which piece is which array (`words`) and what the config states (`read_options`, `config`).
 
     formats: format name -> codes in one element of the main piece. main_word: the piece that holds the codes.
-    extra: word -> (safetensors dtype, allowed shapes).
+    spare: words that we write and that other writers may leave out; decoding does not need them.
     """
 
     formats: ClassVar[Mapping[str, int]]
     main_word: ClassVar[str] = "weight"
-    extra: ClassVar[Mapping[str, tuple[str, tuple[Shape, ...]]]] = MappingProxyType({})
+    spare: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
     def words(self, options: Options) -> Mapping[str, str]:
         """Word -> field of `Quantized`. Raises PlanError if the dialect cannot spell these options."""
+
+    def pieces(self, options: Options) -> frozenset[str]:
+        """Every word that `parts` has for these options."""
+        return frozenset(self.words(options))
 
     @abc.abstractmethod
     def read_options(self, section: Json) -> Options:
@@ -156,7 +159,7 @@ class PieceDialect(Dialect):
     def logical(self, config: Json, stored: Mapping[str, TensorInfo]) -> tuple[SourceTensor, ...]:
         """See `Dialect.logical`."""
         options = self.read_options(quantization_section(config) or {})
-        pieces = {*self.words(options), *self.extra, "weight"}
+        pieces = {*self.pieces(options), "weight"}
         modules: dict[str, dict[str, TensorInfo]] = {}
         found: list[SourceTensor] = []
         for name, info in stored.items():
@@ -187,20 +190,20 @@ class PieceDialect(Dialect):
     def _check(self, options: Options, shape: Shape, parts: Mapping[str, TensorInfo], what: str) -> None:
         """Raises CheckpointError unless `parts` are the pieces of a weight of `shape`, in dtype and shape."""
         try:
-            expected = {word: (dtype, (stored,)) for word, (dtype, stored) in self.parts(options, shape).items()}
+            expected = self.parts(options, shape)
         except PlanError as error:
             raise CheckpointError(f"{what}: {error}") from None
         for word in expected:
-            if word not in parts:
+            if word not in parts and word not in self.spare:
                 raise CheckpointError(f"{what} is {options.format} in {self.name}, but its {word} is missing")
         for word, info in parts.items():
-            if word not in expected and word not in self.extra:
+            if word not in expected:
                 raise CheckpointError(
                     f"{what}: '{info.name}' is not a piece of a {options.format} weight in {self.name}"
                 )
-            dtype, shapes = expected.get(word) or self.extra[word]
-            if info.dtype not in self.read_dtypes(word, dtype) or info.shape not in shapes:
+            dtype, stored = expected[word]
+            if info.dtype not in self.read_dtypes(word, dtype) or info.shape != stored:
                 raise CheckpointError(
                     f"{what}: '{info.name}' is {info.dtype} {list(info.shape)}; {self.name} stores a weight of shape "
-                    f"{list(shape)} with {word} {dtype} {list(shapes[0])}"
+                    f"{list(shape)} with {word} {dtype} {list(stored)}"
                 )
