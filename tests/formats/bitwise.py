@@ -32,21 +32,21 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 
 def bits(x: Array) -> Array:
     """The array's bit patterns."""
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+    return np.asarray(x, order="C").view(f"u{x.dtype.itemsize}")
 
 
 def assert_same_bits(got: Array, want: Array, x: Array | None = None, what: str = "array") -> None:
     """Shape, dtype and every bit. `x`: the input, of the same shape, shown at the first mismatch."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
-    differ = (bits(got) != bits(want)).reshape(want.shape)
+    differ = np.asarray(bits(got) != bits(want))
     if differ.any():
         at = tuple(int(i) for i in np.argwhere(differ)[0])
         width = 2 * got.dtype.itemsize
         text = f"{what}: {int(differ.sum())} of {differ.size} differ, first at {at}: "
-        text += f"got {int(bits(got[at])):0{width}x}, expected {int(bits(want[at])):0{width}x}"
+        text += f"got {int(bits(got)[at]):0{width}x}, expected {int(bits(want)[at]):0{width}x}"
         if x is not None:
-            text += f", input {int(bits(x[at])):0{2 * x.dtype.itemsize}x} ({float(x[at])!r})"
+            text += f", input {int(bits(x)[at]):0{2 * x.dtype.itemsize}x} ({float(x[at])!r})"
         raise AssertionError(text)
 
 
@@ -58,3 +58,20 @@ def f32(hex32: str) -> np.float32:
 def bf16(words: str) -> Array:
     """Blank-separated bfloat16 bit patterns."""
     return np.array([int(word, 16) for word in words.split()], dtype=np.uint16).view(BF16)
+
+
+def nx(value: float | np.floating[Any]) -> np.float32:
+    """The next float32 above."""
+    return np.nextafter(np.float32(value), np.float32(np.inf))
+
+
+def pv(value: float | np.floating[Any]) -> np.float32:
+    """The next float32 below."""
+    return np.nextafter(np.float32(value), np.float32(-np.inf))
+
+
+def below(amax: Any, count: int) -> Array:
+    """`count` bfloat16 values of one binade and both signs, none larger than `amax` (positive bfloat16)."""
+    top = int(np.asarray(amax, BF16).view(np.uint16))
+    words = top - (np.arange(count) * 37) % 256
+    return (words | np.where(np.arange(count) % 2, 0x8000, 0)).astype(np.uint16).view(BF16)
