@@ -121,7 +121,7 @@ def _convert(format_name: str, key: str, value: Any, hint: Any) -> Any:
         if isinstance(value, enum.Enum):
             value = value.value
         if value not in words:
-            raise FormatError(f"{format_name}: {key} = {value!r} is not one of them{did_you_mean(str(value), words)}")
+            raise FormatError(f"{format_name}: {key} cannot be {value!r}{did_you_mean(str(value), words)}")
         return hint(value)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple) or not all(type(item) is int and item > 0 for item in value):

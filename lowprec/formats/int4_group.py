@@ -43,7 +43,7 @@ class Int4GroupOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group not in GROUPS:
-            raise FormatError(f"{NAME}: group = {self.group} is not one of them (known: 32, 128)")
+            raise FormatError(f"{NAME}: group cannot be {self.group} (known: 32, 128)")
 
     @property
     def column_alignment(self) -> int:

@@ -57,11 +57,11 @@ class Nvfp4Options(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block not in BLOCKS:
-            raise FormatError(f"{NAME}: block = {list(self.block)} is not one of them (known: [1, 16], [16, 16])")
+            raise FormatError(f"{NAME}: block cannot be {list(self.block)} (known: [1, 16], [16, 16])")
         if self.outer is Outer.ROW and self.block == TILE:
             raise FormatError(f"{NAME}: outer = 'row' cannot go with block = [16, 16], use outer = 'tensor'")
         if self.e4m3_max not in nm.NVFP4_E4M3_MAXIMA:
-            raise FormatError(f"{NAME}: e4m3_max = {self.e4m3_max} is not one of them (known: 256, 448)")
+            raise FormatError(f"{NAME}: e4m3_max cannot be {self.e4m3_max} (known: 256, 448)")
         if self.e4m3_max != nm.E4M3_MAX and self.four_over_six is None:
             raise FormatError(f"{NAME}: e4m3_max = {self.e4m3_max} needs four_over_six = 'mae' or 'mse'")
 
