@@ -1,16 +1,22 @@
-"""The public surface of conversion: explain, convert, verify, inspect. Each command of the CLI is one of these calls."""
+"""The public surface of conversion: explain, convert, verify, inspect. Each command is one of these calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from lowprec.recipe import Recipe
+from lowprec.errors import RecipeError
+from lowprec.recipe import Recipe, load_recipe
 
-from .report import Conversion, ConvertReport, InspectReport, Progress, VerifyReport
+from .convert import convert_planned, require_apart
+from .hf import open_checkpoint
+from .inspect import inspect_checkpoint
+from .meter import OnProgress
+from .plans import plan_conversion
+from .report import Conversion, ConvertReport, InspectReport, VerifyReport
+from .verify import verify_target
 
 StrPath = str | Path
-OnProgress = Callable[[Progress], None]
 
 
 def explain(
@@ -35,7 +41,8 @@ def explain(
         CheckpointError: the source is not a checkpoint that can be read.
         PlanError: source and recipe do not fit together, or no engine could load the result and `force` is not set.
     """
-    raise NotImplementedError
+    opened = open_checkpoint(source)
+    return plan_conversion(opened, _load(recipe, overrides), force=force, max_shard_size=max_shard_size)
 
 
 def convert(
@@ -67,7 +74,12 @@ def convert(
             there, too little space, NaN or Inf in a tensor, a source that changed. What was finished is kept, and the
             same call continues it.
     """
-    raise NotImplementedError
+    opened = open_checkpoint(source)
+    require_apart(opened.folder, Path(target))
+    conversion = plan_conversion(opened, _load(recipe, overrides), force=force, max_shard_size=max_shard_size)
+    return convert_planned(
+        opened, Path(target), conversion, workers=workers, allow_nonfinite=allow_nonfinite, progress=progress
+    )
 
 
 def verify(
@@ -84,7 +96,7 @@ def verify(
     Raises:
         CheckpointError: `target` is not a folder, or `against` cannot be read.
     """
-    raise NotImplementedError
+    return verify_target(Path(target), against=against, workers=workers, progress=progress)
 
 
 def inspect(path: StrPath) -> InspectReport:
@@ -93,4 +105,13 @@ def inspect(path: StrPath) -> InspectReport:
     Raises:
         CheckpointError: it cannot be read as a checkpoint.
     """
-    raise NotImplementedError
+    return inspect_checkpoint(Path(path))
+
+
+def _load(recipe: StrPath | Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe, whichever way it was named."""
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        raise RecipeError("overrides go with a recipe's name or path; change the Recipe itself instead")
+    return recipe

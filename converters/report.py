@@ -72,8 +72,9 @@ class RoleSummary:
 class Conversion:
     """A conversion before it runs: pure, made from headers alone.
 
-    outputs: logical name -> the tensors that will be stored for it. ignore: names the config tells engines not to
-    quantize. engines: engine -> why it cannot load the result (empty: it loads). loads: the engines that do.
+    outputs: logical name -> the tensors that will be stored for it. configs: config.json and the dialect's further
+    files, by name. ignore: names the config tells engines not to quantize. engines: engine -> why it cannot load the
+    result (empty: it loads). loads: the engines that do.
     """
 
     source: str
@@ -83,6 +84,8 @@ class Conversion:
     plan: Plan
     outputs: Mapping[str, tuple[TensorInfo, ...]]
     layout: Layout
+    max_shard_size: int | None
+    configs: Mapping[str, dict[str, Any]]
     ignore: tuple[str, ...]
     engines: Mapping[str, tuple[str, ...]]
     loads: tuple[str, ...]
@@ -110,7 +113,9 @@ class Conversion:
             "bytes_after": self.bytes_after,
             "roles": to_plain(self.roles),
             "ignore": list(self.ignore),
+            "max_shard_size": self.max_shard_size,
             "files": to_plain(self.layout),
+            "configs": to_plain(self.configs),
             "tensors": [
                 {
                     "name": step.tensor.name,
@@ -152,7 +157,7 @@ class ConvertReport:
     def to_json(self) -> dict[str, Any]:
         """Plain values; of the plan only its summary, which `explain` prints whole."""
         plan = self.conversion.to_json()
-        summary = {key: value for key, value in plan.items() if key not in ("tensors", "contract", "files")}
+        summary = {key: value for key, value in plan.items() if key not in ("tensors", "contract", "files", "configs")}
         return {**_fields(self), "conversion": summary}
 
 

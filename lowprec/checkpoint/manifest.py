@@ -151,7 +151,7 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
         indexed=content["indexed"],
         loads=tuple(content["loads"]),
         unloadable=content["unloadable"],
-        carried=tuple(content["carried"]),
+        carried=tuple(_file_name(name) for name in content["carried"]),
         tensors=tuple(_tensor_from_json(name, entry) for name, entry in sorted(content["tensors"].items())),
         lowprec_version=str(content["lowprec_version"]),
         format_version=content["format_version"],
@@ -170,10 +170,16 @@ def _tensor_from_json(name: str, entry: Mapping[str, Any]) -> TensorRecord:
         source=source,
         checksums={word: str(part["xxh3_128"]) for word, part in entry["parts"].items()},
         outputs=tuple(
-            Stored(info=_info_from_json(part), shard=str(part["shard"]), xxh3_128=str(part["xxh3_128"]))
+            Stored(info=_info_from_json(part), shard=_file_name(part["shard"]), xxh3_128=str(part["xxh3_128"]))
             for part in entry["outputs"]
         ),
     )
+
+
+def _file_name(name: str) -> str:
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{name!r} is not a file of the folder")
+    return name
 
 
 def _info_from_json(part: Mapping[str, Any]) -> TensorInfo:

@@ -41,7 +41,10 @@ class ShardReader:
 
 
 class ShardWriter:
-    """One safetensors file that is made at its full size and then filled tensor by tensor, in any order."""
+    """One safetensors file that is made at its full size and then filled, tensor by tensor, in any order.
+
+    path: where the file lies; it may be set anew when the file has been moved.
+    """
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo]) -> None:
         """Lay the file out; nothing is written yet. Raises CheckpointError if the header would be too large."""
@@ -55,10 +58,10 @@ class ShardWriter:
             position += info.nbytes
         self.size = position
 
-    def is_prepared(self, path: Path) -> bool:
-        """Whether `path` is a file of the right size that begins with this header, so that its tensors can be kept."""
+    def is_prepared(self) -> bool:
+        """Whether the file is there with the right size and header, so that what was written to it can be kept."""
         try:
-            descriptor = open_regular(path)
+            descriptor = open_regular(self.path)
         except CheckpointError:
             return False
         try:
@@ -80,21 +83,7 @@ class ShardWriter:
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
-    def write(self, name: str, data: Array) -> None:
-        """Store a whole tensor.
-
-        Raises:
-            CheckpointError: the array is not what the layout says, or the file cannot be written.
-        """
-        info = self.tensors[name].info
-        if data.dtype != NUMPY_DTYPES[info.dtype] or data.shape != info.shape:
-            raise CheckpointError(
-                f"tensor '{name}' was planned as {info.dtype} {list(info.shape)} but made as {data.dtype} "
-                f"{list(data.shape)}; this is a fault of the dialect"
-            )
-        self.write_bytes(name, 0, as_bytes(data))
-
-    def write_bytes(self, name: str, start: int, data: Bytes) -> None:
+    def write(self, name: str, start: int, data: Bytes) -> None:
         """Store a piece of a tensor, `start` bytes after the tensor's first. Raises CheckpointError."""
         placed = self.tensors[name]
         assert start + data.nbytes <= placed.info.nbytes, "a piece must lie inside its tensor"
@@ -107,9 +96,9 @@ class ShardWriter:
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
-    def chunks(self, name: str, path: Path) -> Iterator[Bytes]:
-        """Read a tensor back from `path`, where this file may have moved. Raises CheckpointError."""
-        return _read_chunks(path, self.tensors[name])
+    def chunks(self, name: str) -> Iterator[Bytes]:
+        """Read a tensor back in pieces. Raises CheckpointError."""
+        return _read_chunks(self.path, self.tensors[name])
 
     def sync(self) -> None:
         """Bring the file to the disk. Raises CheckpointError."""
