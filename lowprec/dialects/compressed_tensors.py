@@ -53,12 +53,11 @@ class CompressedTensors(PieceDialect):
             pieces[_SHAPE] = ("I64", (len(shape),))
         return pieces
 
-    def encode(self, tensor: QTensor) -> Mapping[str, Array]:
-        """See `Dialect.encode`."""
-        arrays = dict(super().encode(tensor))
-        if isinstance(tensor.options, Int4GroupOptions):
-            arrays[_SHAPE] = np.array(tensor.shape, dtype=np.int64)
-        return arrays
+    def constants(self, tensor: QTensor) -> Mapping[str, Array]:
+        """See `PieceDialect.constants`."""
+        if not isinstance(tensor.options, Int4GroupOptions):
+            return {}
+        return {_SHAPE: np.array(tensor.shape, dtype=np.int64)}
 
     def decode(self, options: Options, shape: Shape, arrays: Mapping[str, Array]) -> QTensor:
         """See `Dialect.decode`. `weight_shape` must hold the shape that the other pieces have."""

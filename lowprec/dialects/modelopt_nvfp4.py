@@ -55,9 +55,10 @@ class ModeloptNvfp4(PieceDialect):
         """See `Dialect.parts`."""
         return {**super().parts(options, shape), _INPUT_SCALE: ("F32", ())}
 
-    def encode(self, tensor: QTensor) -> Mapping[str, Array]:
-        """See `Dialect.encode`."""
-        return {**super().encode(tensor), _INPUT_SCALE: np.array(1.0, dtype=np.float32)}
+    def constants(self, tensor: QTensor) -> Mapping[str, Array]:
+        """See `PieceDialect.constants`."""
+        del tensor
+        return {_INPUT_SCALE: np.array(1.0, dtype=np.float32)}
 
     def recognizes(self, config: Json) -> bool:
         """quant_algo "NVFP4" under a quant_method that is missing or ModelOpt's."""

@@ -104,6 +104,11 @@ class PieceDialect(Dialect):
     def words(self, options: Options) -> Mapping[str, str]:
         """Word -> field of `Quantized`. Raises PlanError if the dialect cannot spell these options."""
 
+    def constants(self, tensor: QTensor) -> Mapping[str, Array]:
+        """Further pieces to store that are not arrays of the QTensor; none unless a subclass has some."""
+        del tensor
+        return {}
+
     def pieces(self, options: Options) -> frozenset[str]:
         """Every word that `parts` has for these options."""
         return frozenset(self.words(options))
@@ -139,14 +144,14 @@ class PieceDialect(Dialect):
         return pieces
 
     def encode(self, tensor: QTensor) -> Mapping[str, Array]:
-        """See `Dialect.encode`."""
-        self.require_format(tensor.options)
-        return {word: getattr(tensor, field) for word, field in self.words(tensor.options).items()}
+        """See `Dialect.encode`. Raises CheckpointError if the tensor's arrays are not those of its format."""
+        arrays = {word: getattr(tensor, field) for word, field in self.words(tensor.options).items()}
+        self._check_arrays(tensor.options, tensor.shape, {**arrays, **self.constants(tensor)})
+        return {**arrays, **self.constants(tensor)}
 
     def decode(self, options: Options, shape: Shape, arrays: Mapping[str, Array]) -> QTensor:
         """See `Dialect.decode`."""
-        infos = {word: TensorInfo(name=word, dtype=stored_dtype(a), shape=a.shape) for word, a in arrays.items()}
-        self._check(options, shape, infos, "a weight")
+        self._check_arrays(options, shape, arrays)
         fields = {field: arrays[word] for word, field in self.words(options).items()}
         return QTensor(
             qdata=fields["qdata"],
@@ -155,6 +160,10 @@ class PieceDialect(Dialect):
             options=options,
             shape=shape,
         )
+
+    def _check_arrays(self, options: Options, shape: Shape, arrays: Mapping[str, Array]) -> None:
+        infos = {word: TensorInfo(name=word, dtype=stored_dtype(a), shape=tuple(a.shape)) for word, a in arrays.items()}
+        self._check(options, shape, infos, "a weight")
 
     def logical(self, config: Json, stored: Mapping[str, TensorInfo]) -> tuple[SourceTensor, ...]:
         """See `Dialect.logical`."""
