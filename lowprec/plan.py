@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Protocol
 
@@ -25,6 +27,8 @@ DTYPE_BYTES = MappingProxyType(
 
 FLOAT_DTYPES = MappingProxyType({"BF16": "bfloat16", "F16": "float16", "F32": "float32"})
 _SAFETENSORS_NAME = {name: code for code, name in FLOAT_DTYPES.items()}
+
+_PARTNERS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType({role: group for group in PARTNERS for role in group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,37 +168,34 @@ def _plan_tensor(contract: Contract, tensor: ModelTensor, source: SourceTensor) 
 
 
 def partner_groups(steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
-    """For each step whose format has a global scale: the names that share its amax, in the order of PARTNERS.
+    """For each step that has a partner: the names that share its global amax, in the order of PARTNERS.
 
-    Partners stand under one parent module (one layer, one expert) and have the same format and options.
+    Partners stand under one parent module (one layer, one expert) and have the same format and options, one with a
+    global scale for the whole matrix: a scale for each row has nothing to share.
     """
-    roles = {role: group for group in PARTNERS for role in group}
     found: dict[tuple[str, tuple[str, ...], Options], list[Step]] = {}
     for step in steps:
+        group = _PARTNERS_OF.get(step.tensor.role)
         options = step.weight
-        group = roles.get(step.tensor.role)
-        if group is None or options is None or get_format(options.format).global_amax is None:
+        if group is None or options is None or not _has_matrix_scale(options, step.source.shape):
             continue
         parent = step.tensor.module.rpartition(".")[0]
         found.setdefault((parent, group, options), []).append(step)
     groups: dict[str, tuple[str, ...]] = {}
-    for (_, group, _), members in found.items():
-        ordered = sorted(members, key=lambda step: (group.index(step.tensor.role), step.tensor.name))
+    for (_, roles, _), members in found.items():
+        ordered = sorted(members, key=lambda step: (roles.index(step.tensor.role), step.tensor.name))
         names = tuple(step.tensor.name for step in ordered)
         groups.update(dict.fromkeys(names, names) if len(names) > 1 else {})
     return groups
 
 
+@cache
+def _has_matrix_scale(options: Options, shape: Shape) -> bool:
+    """Whether the format holds one global scale for each matrix of a tensor."""
+    scale = get_format(options.format).layout(shape, options).global_scale
+    return scale is not None and scale.shape == shape[:-2]
+
+
 def _with_partners(step: Step, groups: Mapping[str, tuple[str, ...]]) -> Step:
     names = groups.get(step.tensor.name, ())
-    if not names:
-        return step
-    return Step(
-        tensor=step.tensor,
-        source=step.source,
-        action=step.action,
-        reason=step.reason,
-        dtype=step.dtype,
-        rule=step.rule,
-        partners=names,
-    )
+    return dataclasses.replace(step, partners=names) if names else step

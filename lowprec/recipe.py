@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from .roles import LINEAR_ROLES, ROLES
 
 SCHEMA_VERSION = 1
 DTYPES = ("bfloat16", "float16", "float32")
+ENGINES = ("sglang", "vllm", "transformers")
 
 _TOP_KEYS = (
     "schema_version",
@@ -38,6 +40,7 @@ _TOP_KEYS = (
 )
 _RULE_KEYS = ("roles", "layers", "names", "weight", "activation")
 _LAYER_KEYS = ("first", "last")
+_SHARE = re.compile(r"(100|[0-9]{1,2})%")
 
 Count = int | str  # a number of layers, or a share such as "15%"
 
@@ -95,9 +98,9 @@ class Policy:
 class Recipe:
     """One recipe file, checked.
 
-    dialect: how the result is spelled on disk. engines: who loads it. quantize_from: weights are rounded to this
-    dtype before they are quantized. dtype: what dequantized weights are rounded to. rules: ordered, the first
-    full match wins, no match = keep.
+    dialect: how the result is spelled on disk (`lowprec.dialects.get_dialect` refuses an unknown one). engines: who
+    loads it, at least one. quantize_from: weights are rounded to this dtype before they are quantized. dtype: what
+    dequantized weights are rounded to. rules: ordered, the first full match wins, no match = keep.
     """
 
     name: str
@@ -128,44 +131,52 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Load a recipe by name, or from a TOML file.
 
     Args:
-        name_or_path: a name of `list_recipes()`, or a path (anything that ends in .toml or has a separator).
+        name_or_path: a name of `list_recipes()`, or a path (a Path, or anything that ends in .toml or has a separator).
         overrides: `key.path=value` items, applied last; the value is TOML, or a bare word. `rules.0.weight.scale=pow2`
             reaches into a list by index.
 
     Raises:
         RecipeError: unknown name, unreadable file, unknown key, role or value; the message suggests the nearest.
     """
-    tree, where = _read_tree(str(name_or_path), ())
+    name = str(name_or_path)
+    tree = _read_tree(name, isinstance(name_or_path, Path) or _is_path(name), {})
     for item in overrides:
         _apply_override(tree, item)
-    return _parse(tree, where)
+    return _parse(tree, name)
 
 
-def _read_tree(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    """The recipe's tables with its parents' merged in, and what to call it in messages."""
-    if name in seen:
-        raise RecipeError(f"recipe '{seen[0]}' extends itself: {' -> '.join([*seen, name])}")
-    is_path = name.endswith(".toml") or "/" in name
-    if is_path:
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"recipe file '{name}' cannot be read: {error}") from None
-    else:
-        text = recipe_text(name)
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"recipe '{name}' is not valid TOML: {error}") from None
+def _is_path(name: str) -> bool:
+    return name.endswith(".toml") or "/" in name
+
+
+def _read_tree(name: str, is_path: bool, seen: Mapping[str, str]) -> dict[str, Any]:
+    """The recipe's tables with its parents' merged in. seen: the children, by identity, as they were called."""
+    identity = str(Path(name).resolve()) if is_path else name
+    if identity in seen:
+        raise RecipeError(f"recipe '{name}' extends itself: {' -> '.join([*seen.values(), name])}")
+    tree = _parse_toml(name, is_path)
+    if is_path and "name" not in tree:
+        tree["name"] = Path(name).stem  # inherited, it would call two recipes the same
     parent = tree.pop("extends", None)
     if parent is None:
-        return tree, name
+        return tree
     if not isinstance(parent, str):
         raise RecipeError(f"recipe '{name}': extends must be the name or path of a recipe")
-    if is_path and (parent.endswith(".toml") or "/" in parent):
+    parent_is_path = _is_path(parent)
+    if parent_is_path and is_path:
         parent = str(Path(name).parent / parent)
-    base, _ = _read_tree(parent, (*seen, name))
-    return _merge(base, tree), name
+    return _merge(_read_tree(parent, parent_is_path, {**seen, identity: name}), tree)
+
+
+def _parse_toml(name: str, is_path: bool) -> dict[str, Any]:
+    """The text of a recipe as TOML gives it."""
+    try:
+        text = Path(name).read_text(encoding="utf-8") if is_path else recipe_text(name)
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"recipe '{name}' is not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe file '{name}' cannot be read: {error}") from None
 
 
 def _merge(base: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +184,10 @@ def _merge(base: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in child.items():
         old = merged.get(key)
-        both_tables = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = _merge(old, value) if both_tables else copy.deepcopy(value)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = copy.deepcopy(value)
     return merged
 
 
@@ -184,6 +197,8 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise RecipeError(f"override '{item}' must look like policy.last=0")
+    if keys[0] == "extends":
+        raise RecipeError(f"override '{item}': a parent cannot be set; name it as the recipe, or write a recipe file")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -193,7 +208,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         here = ".".join(keys[: depth + 1])
         last = depth == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 raise RecipeError(f"override '{item}': {here} must be an index below {len(node)}")
             slot: Any = int(key)
         elif isinstance(node, dict):
@@ -211,9 +226,10 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
 def _parse(tree: Mapping[str, Any], where: str) -> Recipe:
     """The checked record of a merged tree."""
     _check_keys(tree, _TOP_KEYS, where, required=[key for key in _TOP_KEYS if key not in ("extends", "dtype")])
-    if tree["schema_version"] != SCHEMA_VERSION:
+    version = tree["schema_version"]
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise RecipeError(
-            f"recipe '{where}': schema_version {tree['schema_version']!r} is not known; this lowprec reads {SCHEMA_VERSION}"
+            f"recipe '{where}': schema_version {version!r} is not known; this lowprec reads {SCHEMA_VERSION}"
         )
     rules = tree["rules"]
     if not isinstance(rules, list) or not all(isinstance(rule, Mapping) for rule in rules):
@@ -224,7 +240,7 @@ def _parse(tree: Mapping[str, Any], where: str) -> Recipe:
         name=_string(tree, "name", where),
         description=_string(tree, "description", where),
         dialect=_string(tree, "dialect", where),
-        engines=_strings(tree["engines"], f"{where}: engines"),
+        engines=_engines(tree["engines"], f"{where}: engines"),
         quantize_from=_choice(tree["quantize_from"], DTYPES, f"{where}: quantize_from"),
         dtype=_choice(tree.get("dtype", "bfloat16"), DTYPES, f"{where}: dtype"),
         rules=tuple(_parse_rule(rule, f"{where}: rules.{index}") for index, rule in enumerate(rules)),
@@ -304,9 +320,20 @@ def _count(value: Any, where: str) -> Count:
     """A number of layers or a percentage as text."""
     if type(value) is int and value >= 0:
         return value
-    if isinstance(value, str) and value.endswith("%") and value[:-1].isdecimal() and int(value[:-1]) <= 100:
+    if isinstance(value, str) and _SHARE.fullmatch(value):
         return value
     raise RecipeError(f"recipe '{where}' = {value!r} must be a number of layers such as 2 or a share such as \"15%\"")
+
+
+def _engines(value: Any, where: str) -> tuple[str, ...]:
+    """A list of known engines; an empty one would promise nothing and check nothing."""
+    engines = _strings(value, where)
+    for engine in engines:
+        if engine not in ENGINES:
+            raise RecipeError(f"recipe '{where}': unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
+    if not engines:
+        raise RecipeError(f"recipe '{where}' must name an engine (known: {', '.join(ENGINES)})")
+    return engines
 
 
 def _roles(value: Any, where: str) -> tuple[str, ...]:

@@ -1,0 +1,42 @@
+"""Canonical JSON, and where two JSON values differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def canonical(content: Any) -> str:
+    """Canonical JSON text: sorted keys, no spaces, ASCII."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "contract") -> str:
+    """The first place, in sorted order, where two JSON values differ, as `path: ours against theirs`; "" if equal.
+
+    Equal means the same canonical text: 1, 1.0 and true differ.
+    """
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in sorted({*ours, *theirs}):
+            if key not in ours or key not in theirs:
+                return f"{path}.{key} is only in the {'second' if key not in ours else 'first'}"
+            if found := first_difference(ours[key], theirs[key], f"{path}.{key}"):
+                return found
+        return ""
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return _first_difference_of_lists(ours, theirs, path)
+    if type(ours) is type(theirs) and ours == theirs:
+        return ""
+    return f"{path} is {json.dumps(ours)} against {json.dumps(theirs)}"
+
+
+def _first_difference_of_lists(ours: list[Any], theirs: list[Any], path: str) -> str:
+    """Lists of words are compared as sets first: a word too many is no difference in every later place."""
+    if all(isinstance(item, str) for item in (*ours, *theirs)):
+        for word in sorted({*ours} ^ {*theirs}):
+            return f"{path}: '{word}' is only in the {'first' if word in ours else 'second'}"
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if found := first_difference(one, other, f"{path}.{index}"):
+            return found
+    return "" if len(ours) == len(theirs) else f"{path} has {len(ours)} entries against {len(theirs)}"
