@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
     from .contract import TensorRule
     from .converters.report import Conversion, ConvertReport, InspectReport, Progress, RoleSummary, VerifyReport
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from .plan import Step
     from .recipe import Recipe
 
-_PIPE_WIDTH = 100_000  # nothing is cut or wrapped in a pipe
+
+_WIDE = 110  # columns from which on a terminal holds the long form of every table
 
 
 def error(message: str, *, debug: bool = False) -> None:
@@ -68,16 +70,25 @@ def size(count: int) -> str:
 
 def show_recipes(recipes: Sequence[Recipe]) -> None:
     """One row a recipe."""
-    rows = [(recipe.name, recipe.dialect, ", ".join(recipe.engines) or "-", recipe.description) for recipe in recipes]
-    _table(("recipe", "dialect", "loads in", "what"), rows)
+    rows = [(recipe.name, ", ".join(recipe.engines), recipe.dialect, recipe.description) for recipe in recipes]
+    if _narrow():
+        _table(("recipe", "loads in", "what"), [(name, engines, what) for name, engines, _, what in rows])
+    else:
+        _table(("recipe", "loads in", "dialect", "what"), rows)
 
 
 def show_plan(conversion: Conversion) -> None:
     """Every tensor, then what they add up to."""
-    if _out().is_terminal:
-        _table(("tensor", "role", "layer", "count", "format", "why"), _folded(conversion), right=(3,))
-    else:
+    if not sys.stdout.isatty():
         _table(("tensor", "role", "layer", "format", "why", "partners"), _unfolded(conversion))
+    elif _narrow():
+        rows = [
+            (name.removesuffix(".weight"), role, layers, form, why.partition(":")[0])
+            for name, role, layers, _, form, why in _folded(conversion)
+        ]
+        _table(("tensor", "role", "layer", "format", "why"), rows)
+    else:
+        _table(("tensor", "role", "layer", "count", "format", "why"), _folded(conversion), right=(3,))
     _show_summary(conversion)
 
 
@@ -108,11 +119,11 @@ def show_verified(report: VerifyReport) -> None:
     if report.faults:
         _table(("fault", "where", "what"), [(fault.kind, fault.where, fault.what) for fault in report.faults])
     proof = f"bytes equal to those made again from {report.against}" if report.against else "structure only"
-    verdict = f"ok, {proof}" if report.ok else f"{len(report.faults)} fault{'s' * (len(report.faults) > 1)}"
+    verdict = f"ok, {proof}" if report.ok else _count(len(report.faults), "fault")
     _facts(
         (
             ("target", f"{report.target}: {verdict}"),
-            ("read", f"{report.tensors} tensors, {size(report.bytes)}, in {report.seconds:.1f} s"),
+            ("read", f"{_count(report.tensors, 'tensor')}, {size(report.bytes)}, in {report.seconds:.1f} s"),
             ("contract", report.digest or "none recorded"),
         )
     )
@@ -128,7 +139,7 @@ def show_inspected(report: InspectReport) -> None:
             ("model", f"{report.model_type} ({family})"),
             ("dialect", report.dialect),
             ("loads in", ", ".join(report.loads) or "-"),
-            ("size", f"{size(report.bytes)}, {report.tensors} tensors in {report.shards} files"),
+            ("size", f"{size(report.bytes)}, {_count(report.tensors, 'tensor')} in {_count(report.shards, 'file')}"),
             ("contract", report.digest or "none recorded"),
             *(("note", oddity) for oddity in report.oddities),
         )
@@ -183,10 +194,10 @@ def _show_summary(conversion: Conversion) -> None:
     _facts(
         (
             ("source", f"{conversion.source} ({contract.model_type}, {conversion.source_dialect})"),
-            ("dialect", f"{conversion.dialect}, {len(conversion.layout.shards)} files"),
+            ("dialect", f"{conversion.dialect}, {_count(len(conversion.layout.shards), 'file')}"),
             *((f"rules.{index}", _rule(rule)) for index, rule in enumerate(contract.rules)),
             ("policy", f"kept: {kept}"),
-            *((("partners", f"{groups} groups share one amax"),) if groups else ()),
+            *((("partners", f"{_count(groups, 'group')} with one amax each"),) if groups else ()),
             ("size", _sizes(conversion.bytes_before, conversion.bytes_after)),
             ("loads in", _loads(conversion)),
             *((f"not {engine}", why[0]) for engine, why in conversion.engines.items() if why),
@@ -200,7 +211,7 @@ def _roles(roles: Sequence[RoleSummary], *, with_before: bool) -> None:
     rows = []
     for item in roles:
         formats = ", ".join(
-            f"{name} {count}" if len(item.formats) > 1 else name for name, count in item.formats.items()
+            f"{count} {name}" if len(item.formats) > 1 else name for name, count in item.formats.items()
         )
         before = (size(item.bytes_before),) if with_before else ()
         rows.append((item.role, str(item.tensors), *before, size(item.bytes_after), formats))
@@ -262,6 +273,10 @@ def _options(options: Options) -> str:
     return f"{name}({', '.join(words)})"
 
 
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _sizes(before: int, after: int) -> str:
     share = f" ({after / before:.3f} of it)" if before else ""
     return f"{size(before)} -> {size(after)}{share}"
@@ -273,32 +288,31 @@ def _loads(conversion: Conversion) -> str:
     return ", ".join(conversion.loads) or "-"
 
 
-def _out() -> Console:
-    """Standard output, as wide as the terminal."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else _PIPE_WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
-
-
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Columns under bold heads; in a pipe lines of padded words."""
+    """Columns under heads, a blank line after them: fitted to a terminal, or padded plain lines in a pipe."""
+    if not sys.stdout.isatty():
+        _plain([heads, *rows], right)
+        text("\n")
+        return
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    out = _out()
-    look = {"box": box.SIMPLE_HEAD, "padding": (0, 1)} if out.is_terminal else {"box": None, "padding": (0, 2, 0, 0)}
-    table = Table(header_style="bold", pad_edge=False, **look)
+    gap = 1 if _narrow() else 2
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index in right else "left", overflow="fold", no_wrap=index in right)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    out.print(table)
+    _print(table)
+    text("\n")
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> None:
-    """`name  value` lines, names aligned."""
+    """`name  value` lines, values aligned."""
+    if not sys.stdout.isatty():
+        _plain(list(facts))
+        return
     from rich.table import Table
     from rich.text import Text
 
@@ -307,4 +321,26 @@ def _facts(facts: Iterable[tuple[str, str]]) -> None:
     grid.add_column(overflow="fold")
     for name, value in facts:
         grid.add_row(Text(name, style="bold"), Text(value))
-    _out().print(grid)
+    _print(grid)
+
+
+def _narrow() -> bool:
+    """Whether standard output is a terminal with room for the short form of a table only."""
+    return sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
+
+
+def _print(drawing: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(drawing)
+
+
+def _plain(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Lines of words padded to columns, nothing cut, no space at the end."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        text("  ".join(cells).rstrip() + "\n")

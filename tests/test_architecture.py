@@ -141,7 +141,11 @@ def test_import_order(module: Module) -> None:
         other = name.split(".")[1]
         if other == module.part:
             continue
-        if RANK[other] >= RANK[module.part] or (module.part == "kernels" and other not in {"errors", "formats"}):
+        if other == "__version__":
+            continue
+        if other not in RANK:
+            faults.append(f"{module.where(node)}: {name}: import it from the module that it is defined in")
+        elif RANK[other] >= RANK[module.part] or (module.part == "kernels" and other not in {"errors", "formats"}):
             faults.append(f"{module.where(node)}: {module.part} may not import {other}")
         if other == "kernels":
             faults.append(f"{module.where(node)}: kernels are loaded by name")
