@@ -1,9 +1,9 @@
-"""Canonical JSON, and where two JSON values differ."""
+"""Canonical JSON, reading it strictly, and where two JSON values differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 
@@ -40,3 +40,17 @@ def _first_difference_of_lists(ours: list[Any], theirs: list[Any], path: str) ->
         if found := first_difference(one, other, f"{path}.{index}"):
             return found
     return "" if len(ours) == len(theirs) else f"{path} has {len(ours)} entries against {len(theirs)}"
+
+
+def expect(value: Any, kind: type[Any], choices: Container[Any] | None = None) -> Any:
+    """A value read from JSON, if it is of exactly that type (true is no number), one of `choices`, not negative.
+
+    Raises:
+        TypeError: another type.
+        ValueError: another value.
+    """
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    if (choices is not None and value not in choices) or (kind is int and value < 0):
+        raise ValueError(f"{value!r} is not known here")
+    return value

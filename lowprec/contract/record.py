@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import ContractError, LowprecError
 from ..formats import get_format
-from ..recipe import SCHEMA_VERSION, Backward, Mtp
-from ..roles import PARTNERS
-from .canonical import canonical, first_difference
+from ..recipe import DTYPES, ENGINES, SCHEMA_VERSION, Backward, Mtp
+from ..roles import PARTNERS, ROLES
+from .canonical import canonical, expect, first_difference
 from .model import ModelTensor
 from .rules import Decision, TensorRule
 
@@ -115,18 +115,18 @@ class Contract:
         try:
             model, policy = content["model"], content["policy"]
             contract = cls(
-                model_type=_plain(model["model_type"], str),
-                num_layers=_plain(model["num_layers"], int),
-                num_mtp_layers=_plain(model["num_mtp_layers"], int),
-                dialect=_plain(content["dialect"], str),
-                engines=tuple(_plain(engine, str) for engine in content["engines"]),
-                quantize_from=_plain(content["quantize_from"], str),
-                dtype=_plain(content["dtype"], str),
+                model_type=expect(model["model_type"], str),
+                num_layers=expect(model["num_layers"], int),
+                num_mtp_layers=expect(model["num_mtp_layers"], int),
+                dialect=expect(content["dialect"], str),
+                engines=tuple(expect(engine, str, ENGINES) for engine in content["engines"]),
+                quantize_from=expect(content["quantize_from"], str, DTYPES),
+                dtype=expect(content["dtype"], str, DTYPES),
                 rules=tuple(TensorRule.from_json(rule) for rule in content["rules"]),
-                keep_first=_plain(policy["first"], int),
-                keep_last=_plain(policy["last"], int),
+                keep_first=expect(policy["first"], int, range(model["num_layers"] + 1)),
+                keep_last=expect(policy["last"], int, range(model["num_layers"] + 1)),
                 mtp=Mtp(policy["mtp"]),
-                keep=tuple(_plain(role, str) for role in policy["keep"]),
+                keep=tuple(expect(role, str, ROLES) for role in policy["keep"]),
                 backward=Backward(content["backward"]["mode"]),
             )
             difference = first_difference(contract.to_json(), content)
@@ -141,10 +141,3 @@ class Contract:
         difference = first_difference(self.to_json(), other.to_json())
         if difference:
             raise ContractError(f"{where} was made under another contract: {difference}")
-
-
-def _plain(value: Any, kind: type[Any]) -> Any:
-    """The value if it is of exactly that type: true is no number."""
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is not a {kind.__name__}")
-    return value

@@ -10,6 +10,8 @@ from typing import Any
 
 from ..formats import get_format
 from ..formats.base import Options
+from ..roles import ROLES
+from .canonical import expect
 from .model import ModelTensor
 
 
@@ -58,14 +60,17 @@ class TensorRule:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TensorRule:
-        """Inverse of `to_json`. Raises KeyError, TypeError or LowprecError for anything else."""
-        return cls(
-            roles=tuple(content["roles"]),
-            layers=None if content["layers"] is None else tuple(content["layers"]),
-            names=tuple(content["names"]),
+        """Inverse of `to_json`. Raises KeyError, TypeError, ValueError or LowprecError for anything else."""
+        rule = cls(
+            roles=tuple(expect(role, str, ROLES) for role in content["roles"]),
+            layers=None if content["layers"] is None else tuple(expect(layer, int) for layer in content["layers"]),
+            names=tuple(expect(name, str) for name in content["names"]),
             weight=_options_from_json(content["weight"]),
             activation=_options_from_json(content["activation"]),
         )
+        if not rule.roles and not rule.names:
+            raise ValueError("a rule without roles and names would match everything")
+        return rule
 
 
 @dataclass(frozen=True, kw_only=True)
