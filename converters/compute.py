@@ -29,7 +29,7 @@ from .report import Conversion
 
 Sink = Callable[[int, Bytes], None]  # where a piece of the tensor begins, and its bytes
 
-_PIECE = 1 << 22  # elements looked at together
+_PIECE = 1 << 18  # elements looked at together: they and their temporary fit in a cache
 _ALLOW = "repair the source, or give --allow-nonfinite to carry it over"
 
 # safetensors dtype -> unsigned type of its width and the bits of +Inf; what is above, sign aside, is NaN.

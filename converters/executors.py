@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
@@ -27,11 +28,23 @@ def run_tasks(tasks: Iterable[T], work: Callable[[T], None], workers: int) -> No
     The first exception, KeyboardInterrupt among them, stops it: tasks at work come to their end, no other begins, and
     it is raised here when every thread is idle.
     """
+    stopped = threading.Event()
+
+    def guarded(task: T) -> None:
+        if stopped.is_set():
+            return
+        try:
+            work(task)
+        except BaseException:
+            stopped.set()
+            raise
+
     with ThreadPoolExecutor(workers, thread_name_prefix="lowprec") as pool:
-        futures = [pool.submit(work, task) for task in tasks]
+        futures = [pool.submit(guarded, task) for task in tasks]
         try:
             for future in as_completed(futures):
                 future.result()
         except BaseException:
+            stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -22,7 +22,8 @@ INDEX = "model.safetensors.index.json"
 
 DTYPES = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U8": np.uint8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_,
 }  # fmt: skip
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 

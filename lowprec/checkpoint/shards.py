@@ -19,7 +19,7 @@ from ..plan import TensorInfo
 from .files import Bytes, cannot_read, cannot_write, open_regular
 from .header import NUMPY_DTYPES, Placed, encode_header, read_header, stored_order
 
-CHUNK = 16 << 20  # bytes; a multiple of every item size
+CHUNK = 8 << 20  # bytes; a multiple of every item size
 
 
 class ShardReader:
