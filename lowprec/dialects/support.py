@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..plan import Plan, Step
+from ..plan import Plan
 from .base import Dialect
-from .engine_modules import is_mtp, is_quantized
+from .engine_modules import is_mtp
 from .engine_table import Engine
 from .problem import Effect, Problem
 
@@ -34,10 +34,12 @@ _EXPERTS = {
         _WRONG,
         "SGLang's loader drops experts named weight_packed, except for Kimi-K3, and makes every layer's experts MXFP4",
     ),
-    ("transformers", "compressed_tensors", "mxfp4"): (_WRONG, "transformers does not fuse compressed-tensors experts"),
-    ("transformers", "compressed_tensors", "int4_group"): (
-        _WRONG,
-        "transformers does not fuse compressed-tensors experts",
+}
+# Engine, dialect -> what happens to routed experts that are kept.
+_KEPT_EXPERTS = {
+    ("transformers", "compressed_tensors"): (
+        _FAILS,
+        "transformers takes every routed expert of a compressed-tensors checkpoint for a quantized one",
     ),
 }
 
@@ -49,14 +51,13 @@ def unsupported(plan: Plan, engine: Engine, dialect: Dialect) -> Iterable[Proble
         yield Problem(module="", effect=whole[0], reason=whole[1])
         return
     for step in plan.steps:
-        if not is_quantized(step) or step.weight is None or _not_built(plan, engine, step):
-            continue
-        table = _DENSE if step.tensor.expert is None else _EXPERTS
-        found = table.get((engine.name, dialect.name, step.weight.format))
+        if engine.mtp is None and is_mtp(plan, step):
+            continue  # it does not build MTP layers
+        routed = step.tensor.expert is not None
+        if step.weight is not None:
+            table = _EXPERTS if routed else _DENSE
+            found = table.get((engine.name, dialect.name, step.weight.format))
+        else:
+            found = _KEPT_EXPERTS.get((engine.name, dialect.name)) if routed else None
         if found is not None:
             yield Problem(module=step.tensor.module, effect=found[0], reason=found[1])
-
-
-def _not_built(plan: Plan, engine: Engine, step: Step) -> bool:
-    """Whether the engine ignores the tensor because it has no such layer."""
-    return engine.mtp is None and is_mtp(plan, step)

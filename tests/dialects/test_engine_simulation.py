@@ -219,6 +219,16 @@ def test_an_engine_without_a_loader(engine: str, scheme: str, message: str) -> N
     assert any(part in line for part in message.split("|"))
 
 
+@pytest.mark.parametrize(("kept", "message"), [(0, ""), (1, "takes every routed expert of a compressed-tensors")])
+def test_transformers_wants_all_experts_of_compressed_tensors(kept: int, message: str) -> None:
+    chosen = SCHEMES["int4_experts"]
+    scheme = type(chosen)(**{**vars(chosen), "engines": ("transformers",)})
+    plan = make_plan("qwen3_moe", scheme, layers=3, first=0, last=kept)
+    lines = expressible(plan, dialect_of(scheme))["transformers"]
+    assert bool(lines) == bool(message)
+    assert not message or message in lines[0]
+
+
 def test_mxfp4_experts_are_dropped_by_sglang() -> None:
     chosen = SCHEMES["mxfp4_mxfp8"]
     plan = make_plan("qwen3_moe", type(chosen)(**{**vars(chosen), "engines": ("sglang", "vllm")}))
