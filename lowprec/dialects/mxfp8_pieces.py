@@ -20,13 +20,15 @@ _BLOCK = (1, 32)
 class Mxfp8Pieces(PieceDialect):
     """`<m>.weight` F8_E4M3 [N, K] and `<m>.<scale_word>` U8 [N, K/32], row-major, never F8_E8M0 and never swizzled.
 
-    scale_word: last word of the scale's name. ignore_keys: where the engine looks for the ignore list.
+    scale_word: last word of the scale's name. ignore_keys: where the engine looks for the ignore list. scale_fmt: what
+    the config says of the scales; None: nothing.
     """
 
     quant_methods = ("mxfp8",)
     formats = MappingProxyType({"mxfp8": 1})
     scale_word: ClassVar[str]
     ignore_keys: ClassVar[tuple[str, ...]]
+    scale_fmt: ClassVar[str | None] = None
 
     def words(self, options: Options) -> Mapping[str, str]:
         """See `PieceDialect.words`."""
@@ -58,5 +60,7 @@ class Mxfp8Pieces(PieceDialect):
             "activation_scheme": "dynamic",
             "weight_block_size": list(_BLOCK),
         }
+        if self.scale_fmt is not None:
+            section["scale_fmt"] = self.scale_fmt
         section.update((key, list(ignore)) for key in self.ignore_keys)
         return section, {}

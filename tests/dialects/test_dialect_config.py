@@ -28,7 +28,7 @@ FP8_UE8M0 = """
  "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head", "model.layers.2.mlp.gate"]}
 """
 MXFP8 = """
-{"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
+{"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], "scale_fmt": "ue8m0",
  "modules_to_not_convert": ["lm_head", "model.layers.2.mlp.gate"]}
 """
 MXFP8_VLLM = """

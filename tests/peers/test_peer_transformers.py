@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peer_checkpoints import converted, first_difference, our_values, quantized_sources, read_config
+from peer_checkpoints import converted, first_difference, our_values, quantized_sources, read_config, read_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Linear, replace_with_fp8_linear
 from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowprec.dialects.matching import IgnoreList, transformers_fp8
@@ -79,7 +80,31 @@ def test_its_config_class_reads_ours(folder: Path, kind: str, recipe: str) -> No
     assert str(config.quant_method) in ("fp8", "mxfp8", "QuantizationMethod.FP8")
     assert list(config.weight_block_size) == section["weight_block_size"]
     assert config.modules_to_not_convert == section["modules_to_not_convert"]
-    assert config.scale_fmt == ("ue8m0" if recipe == "fp8_block_ue8m0" else "float")
+    assert config.scale_fmt == ("float" if recipe == "fp8_block" else "ue8m0")
+
+
+@pytest.mark.parametrize(("kind", "recipe"), CASES[:6])
+def test_loaded_as_on_a_gpu(folder: Path, kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dequantization: only its check for a GPU is left out. Codes and scales must keep their values."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    target = converted(folder, kind, recipe)
+    model, info = load(target)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded, stored = model.state_dict(), read_tensors(target)
+    for name, source in quantized_sources(target).items():
+        if source.parts["weight"].name not in loaded:
+            continue  # a routed expert: stacked with the others
+        scale = stored[source.parts["weight_scale_inv"].name]
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        assert not first_difference(stored[name], loaded[name])
+        assert not first_difference(scale.float(), loaded[f"{name}_scale_inv"].float())
+    layer = "model.layers.0.mlp.experts"
+    if kind == "qwen3_moe":
+        parts = [stored[f"{layer}.{expert}.down_proj.weight_scale_inv"] for expert in range(8)]
+        scales = torch.stack([part.view(torch.float8_e8m0fnu) if part.dtype == torch.uint8 else part for part in parts])
+        assert not first_difference(scales.float(), loaded[f"{layer}.down_proj_scale_inv"].float())
 
 
 @pytest.mark.parametrize(
