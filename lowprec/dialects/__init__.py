@@ -48,11 +48,12 @@ def detect(config: Json) -> Dialect:
     Raises:
         CheckpointError: a section that no dialect recognizes; the message says what is known.
     """
-    dialects = [get_dialect(name) for name in list_dialects()]
-    for dialect in dialects:
+    known: set[str] = set()
+    for name in list_dialects():  # one at a time: other packages' dialects are loaded only if none of ours fits
+        dialect = get_dialect(name)
         if dialect.recognizes(config):
             return dialect
+        known.update(dialect.quant_methods)
     section = quantization_section(config) or {}
     said = {key: section[key] for key in ("quant_method", "quant_algo") if key in section}
-    known = sorted({method for dialect in dialects for method in dialect.quant_methods})
-    raise CheckpointError(f"config.json: quantization {said} is not known; known are {', '.join(known)}")
+    raise CheckpointError(f"config.json: quantization {said} is not known; known are {', '.join(sorted(known))}")

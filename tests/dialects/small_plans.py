@@ -221,11 +221,7 @@ def make_plan(
     keep_names: tuple[str, ...] = (),
     sizes: Mapping[str, Shape] | None = None,
 ) -> Plan:
-    """The plan of one scheme for one model. Layer 1 is kept; 10 and 11, which begin with its number, are not."""
-    found = dict(shapes(kind, layers, experts)) | dict(sizes or {})
-    settings = config(kind, layers, experts)
-    family: Family = find_family(str(settings["model_type"]))
-    model: Model = family.model(settings, found)
+    """The plan of one scheme for one small model. Layer 1 is kept; 10 and 11, which begin with its number, are not."""
     kept = [Rule(selector=Selector(names=keep_names), weight=None, activation=None)] if keep_names else []
     quantize = Rule(selector=Selector(roles=scheme.roles), weight=scheme.weight, activation=scheme.activation)
     recipe = Recipe(
@@ -239,6 +235,17 @@ def make_plan(
         policy=Policy(first=first, last=last, mtp=scheme.mtp, keep=scheme.keep),
         backward=Backward.HIGH_PRECISION,
     )
+    return plan_for(kind, recipe, layers=layers, experts=experts, sizes=sizes)
+
+
+def plan_for(
+    kind: str, recipe: Recipe, *, layers: int = 14, experts: int = 2, sizes: Mapping[str, Shape] | None = None
+) -> Plan:
+    """The plan of a recipe for one small model. Raises RecipeError if it does not fit."""
+    found = dict(shapes(kind, layers, experts)) | dict(sizes or {})
+    settings = config(kind, layers, experts)
+    family: Family = find_family(str(settings["model_type"]))
+    model: Model = family.model(settings, found)
     contract: Contract = resolve(recipe, model)
     index = [
         SourceTensor(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_plans import KINDS, SCHEMES, dialect_of, make_plan
+from small_plans import KINDS, SCHEMES, dialect_of, make_plan, plan_for
 
 from lowprec.dialects import get_dialect
 from lowprec.dialects.engine_modules import Kind, build_modules
 from lowprec.dialects.engine_table import ENGINES
 from lowprec.dialects.engines import Effect, expressible, ignore_list, simulate
-from lowprec.errors import PlanError
+from lowprec.errors import PlanError, RecipeError
 from lowprec.formats.fp8_block import Fp8BlockOptions
 from lowprec.plan import Plan
 from lowprec.recipe import list_recipes, load_recipe
@@ -333,12 +333,18 @@ def test_any_block_size_counts() -> None:
 # ---- the recipes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
-def test_every_recipe_names_engines_and_a_dialect_that_are_there(recipe: str) -> None:
-    loaded = load_recipe(recipe)
-    assert get_dialect(loaded.dialect).name == loaded.dialect
-    assert set(loaded.engines) <= set(ENGINES)
-    assert loaded.engines
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_engine_of_a_recipe_loads_what_it_makes(name: str, kind: str) -> None:
+    recipe = load_recipe(name)
+    roles = {role for rule in recipe.rules if rule.weight is not None for role in rule.selector.roles}
+    if roles and kind not in SPARSE and all(role.startswith(("experts.", "shared_experts.")) for role in roles):
+        with pytest.raises(RecipeError, match="matches no tensor"):
+            plan_for(kind, recipe)
+        return
+    plan = plan_for(kind, recipe)
+    assert expressible(plan, get_dialect(recipe.dialect)) == dict.fromkeys(recipe.engines, ())
+    assert recipe.engines
 
 
 def test_routers_are_linears_only_where_the_engine_builds_them_so() -> None:
