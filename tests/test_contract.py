@@ -16,6 +16,7 @@ from lowprec.contract import (
     Contract,
     Model,
     ModelTensor,
+    TensorRule,
     count_layers,
     glob_to_regex,
     resolve,
@@ -109,6 +110,13 @@ def test_globs_match_in_full_and_do_not_cross_dots(glob: str, name: str, matches
     assert bool(glob_to_regex(glob).fullmatch(name)) is matches
 
 
+def test_a_rule_matches_whole_names() -> None:
+    rule = TensorRule(roles=(), layers=None, names=("a.*.b", "c"), weight=None, activation=None)
+    assert [rule.matches(tensor(name, "mlp.up")) for name in ("a.x.b", "c", "a.x.b.weight", "x.c", "cc", "C")] == [
+        True, True, False, False, False, False,
+    ]  # fmt: skip
+
+
 # ---- recipes and models ---------------------------------------------------------------------------------
 
 FITS = {
@@ -178,6 +186,8 @@ def test_a_glob_cannot_quantize_what_is_never_quantized() -> None:
     said = r"matches 'model\.layers\.1\.mlp\.gate\.e_score_correction_bias', and role 'router\.bias' is never quantized"
     with pytest.raises(RecipeError, match=said):
         resolve(recipe, sample.model("deepseek_v3"))
+    kept = dataclasses.replace(recipe.policy, keep=("router", "router.bias"))
+    resolve(dataclasses.replace(recipe, policy=kept), sample.model("deepseek_v3"))
 
 
 def with_mxfp8() -> Any:

@@ -208,6 +208,7 @@ INCONSISTENT: list[tuple[str, dict[str, Any], Any, str]] = [  # model, changes o
     ("qwen3_moe", {"num_experts": 5}, None, "layer 0 lacks expert 4 of 'model.layers.{layer}.mlp.experts."),
     ("qwen3_moe", {"num_experts": 3}, None, "layer 0 has expert 3 of"),
     ("qwen3_moe", {}, lambda names: without(names, "1.mlp.experts.2.up"), "layer 1 lacks expert 2 of"),
+    ("qwen3_moe", {}, lambda names: without(names, ".mlp.experts."), "layer 0 lacks expert 0 of"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, None, "layer 1 has routed experts"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, None, "it does not say which layers have experts"),
     ("qwen3_moe", {"mlp_only_layers": 3}, None, "it does not say which layers have experts"),

@@ -179,6 +179,15 @@ def test_a_kept_tensor_is_no_partner() -> None:
     assert steps["model.layers.0.mlp.experts.0.gate_proj.weight"].partners == ()
 
 
+def test_partners_may_come_from_different_rules() -> None:
+    recipe = load_recipe("nvfp4")
+    (rule,) = recipe.rules
+    gate = dataclasses.replace(rule, selector=dataclasses.replace(rule.selector, roles=("mlp.gate",)), activation=None)
+    contract = resolve(dataclasses.replace(recipe, rules=(gate, rule)), sample.model("qwen3"))
+    steps = steps_of(build_plan(contract, sample.family("qwen3"), sample.sources("qwen3")))
+    assert len(steps["model.layers.0.mlp.gate_proj.weight"].partners) == 2
+
+
 def test_row_scales_are_not_shared() -> None:
     plan = sample.plan("nvfp4", "qwen3_moe", ["rules.0.weight.outer=row"])
     assert not any(step.partners for step in plan.steps)
