@@ -47,7 +47,7 @@ def _activation_notes(weight: Options, activation: Options | None, engines: tupl
         elif activation.scale is not weight.scale:
             yield "the config states one kind of scale; SGLang rounds activation scales as the weights' are"
         elif weight.scale is Scale.POW2 and "vllm" in engines:
-            yield "vLLM does not read scale_fmt: activation scales are powers of two only where its kernel makes them so"
+            yield "vLLM does not read scale_fmt: activation scales are powers of two only where its kernel wants them"
     if isinstance(weight, Nvfp4Options):
         per_token = isinstance(activation, Nvfp4Options) and activation.outer is Outer.ROW
         if per_token and "sglang" in engines:
