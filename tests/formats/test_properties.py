@@ -16,7 +16,11 @@ from lowprec import backends
 from lowprec.formats import get_format
 from lowprec.formats.base import Quantized
 
-FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 DTYPES = st.sampled_from([F32, F16, BF16])
 Variant = tuple[str, dict[str, Any]]
 
