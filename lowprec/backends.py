@@ -2,7 +2,8 @@
 
 The backend "reference" is the numpy function of the format's own file, run tile by tile so that its
 temporaries stay in the cache. Another backend is a module `lowprec.kernels.<backend>.<format>` with the
-reference's two functions and the same bytes; it is loaded by name.
+reference's two functions and the same bytes; it is loaded by name. One with `TAKES_TORCH = True` works on torch
+tensors where they are, and then nothing here copies to the host or waits for the device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import importlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,10 +21,11 @@ import numpy as np
 from .errors import BackendError, FormatError, did_you_mean
 from .formats import get_format
 from .formats.base import INPUT_DTYPES, Array, ArraySpec, Format, Options, Quantized, Shape, check_input
-from .qtensor import QTensor, dtype_of, like, to_numpy
+from .qtensor import QTensor, dtype_of, is_torch, like, to_numpy
 
 REFERENCE = "reference"
 AUTO = ("cpu", REFERENCE)  # "auto" takes the first of these that is there: the fastest first
+AUTO_ON_GPU = ("triton", *AUTO)  # for a torch tensor on a GPU
 TILE_ELEMENTS = 1 << 16  # 256 KiB of float32: a handful of temporaries fit in a core's second-level cache
 
 
@@ -44,11 +47,14 @@ def quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any 
     """
     chosen = _options(format, options)
     fmt = get_format(chosen.format)
+    kernel = _load(backend, fmt, x)
+    if _takes_torch(kernel):
+        result = kernel.quantize(_tensor(x, backend), chosen, _given_tensor(fmt, chosen, x, amax))
+        return QTensor(**result._asdict(), options=chosen, shape=tuple(x.shape))
     array = to_numpy(x)
     check_input(fmt.name, array)
     fmt.layout(array.shape, chosen)  # refuses a shape that it cannot hold before any backend is asked
     given = None if amax is None else _given_amax(fmt, chosen, array.shape, amax)
-    kernel = _load(backend, fmt)
     if kernel is None:
         result = _quantize_tiles(fmt, array, chosen, given)
     else:
@@ -75,9 +81,12 @@ def dequantize(q: QTensor, dtype: Any = "bfloat16", *, backend: str = "auto") ->
     q.validate()
     fmt = get_format(q.format)
     target = _result_dtype(dtype)
+    kernel = _load(backend, fmt, q.qdata)
+    if _takes_torch(kernel):
+        _tensor(q.qdata, backend)
+        return kernel.dequantize(q.arrays, q.options, target.name)
     outer = None if q.global_scale is None else to_numpy(q.global_scale)
     arrays = Quantized(to_numpy(q.qdata), to_numpy(q.scale), outer)
-    kernel = _load(backend, fmt)
     if kernel is None:
         result = _dequantize_tiles(fmt, arrays, q.options, q.shape, target)
     else:
@@ -86,8 +95,21 @@ def dequantize(q: QTensor, dtype: Any = "bfloat16", *, backend: str = "auto") ->
 
 
 def fake_quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any = None, **options: Any) -> Any:
-    """`dequantize(quantize(x))` in the dtype of `x`: the values that are served. No gradient passes."""
-    return dequantize(quantize(x, format, backend=backend, amax=amax, **options), dtype_of(x), backend=backend)
+    """`dequantize(quantize(x))` in the dtype of `x`: the values that are served. No gradient passes.
+
+    A backend with a `fake_quantize` of its own gives them in one pass.
+    """
+    chosen = _options(format, options)
+    fmt = get_format(chosen.format)
+    kernel = _load(backend, fmt, x)
+    if not hasattr(kernel, "fake_quantize"):
+        return dequantize(quantize(x, chosen, backend=backend, amax=amax), dtype_of(x), backend=backend)
+    if _takes_torch(kernel):
+        return kernel.fake_quantize(_tensor(x, backend), chosen, _given_tensor(fmt, chosen, x, amax))
+    array = to_numpy(x)
+    check_input(fmt.name, array)
+    given = None if amax is None else _given_amax(fmt, chosen, array.shape, amax)
+    return like(kernel.fake_quantize(array, chosen, given), x)
 
 
 def global_amax(x: Any, format: str | Options, **options: Any) -> Array | None:
@@ -128,6 +150,26 @@ def _given_amax(fmt: Format, options: Options, shape: Shape, amax: Any) -> Array
     return np.broadcast_to(value, spec.shape)
 
 
+def _given_tensor(fmt: Format, options: Options, x: Any, amax: Any) -> Any:
+    """`_given_amax` as a torch tensor beside `x`. Its values are not looked at: that would wait for the device."""
+    if amax is None:
+        return None
+    shape = tuple(x.shape)
+    if isinstance(amax, int | float) or not is_torch(amax):
+        return like(np.array(_given_amax(fmt, options, shape, amax)), x)
+    spec = fmt.layout(shape, options).global_scale
+    if spec is None or (amax.ndim and tuple(amax.shape) != spec.shape) or amax.device != x.device:
+        _given_amax(fmt, options, shape, amax)  # says what is wrong with it, unless it is the device
+        raise FormatError(f"{fmt.name}: amax is on {amax.device}, the tensor on {x.device}; move one to the other")
+    return amax.detach().float().expand(spec.shape)
+
+
+def _tensor(x: Any, backend: str) -> Any:
+    if not is_torch(x):
+        raise BackendError(f"backend '{backend}' takes torch tensors, this is a {type(x).__name__}; use backend='auto'")
+    return x.detach()
+
+
 def _result_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         name = np.dtype(dtype).name
@@ -157,19 +199,34 @@ def available(format_name: str) -> list[str]:
     return [*sorted(found), REFERENCE]
 
 
-def _load(backend: str, fmt: Format) -> Any:
-    """The kernel module, or None for the reference."""
+def _load(backend: str, fmt: Format, x: Any) -> Any:
+    """The kernel module for `x`, or None for the reference."""
     known = available(fmt.name)
     if backend == "auto":
-        for name in AUTO:
+        for name in AUTO_ON_GPU if _on_nvidia(x) else AUTO:
             if name in known:
                 try:
-                    return _load(name, fmt)
+                    return _load(name, fmt, x)
                 except BackendError:  # its library is not there
                     continue
     if backend not in known:
         raise BackendError(f"no backend '{backend}' for {fmt.name}{did_you_mean(backend, ['auto', *known])}")
-    return None if backend == REFERENCE else importlib.import_module(f"lowprec.kernels.{backend}.{fmt.name}")
+    if backend == REFERENCE:
+        return None
+    try:
+        return importlib.import_module(f"lowprec.kernels.{backend}.{fmt.name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "lowprec").partition(".")[0] == "lowprec":
+            raise  # a fault of ours
+        raise BackendError(f"backend '{backend}' needs the package '{error.name}', which is not installed") from error
+
+
+def _on_nvidia(x: Any) -> bool:
+    return is_torch(x) and x.device.type == "cuda" and sys.modules["torch"].version.hip is None
+
+
+def _takes_torch(kernel: Any) -> bool:
+    return bool(getattr(kernel, "TAKES_TORCH", False))
 
 
 # ---- the reference, tile by tile -----------------------------------------------------------------------

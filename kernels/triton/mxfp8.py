@@ -1,0 +1,48 @@
+"""MXFP8 in Triton: the bytes of `lowprec.formats.mxfp8`, on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowprec.formats.mxfp8 import NAME, Mxfp8Options, layout
+
+from . import mx
+from .launch import Plan, QuantizedTensors, check_input
+
+TAKES_TORCH = True
+
+
+def plan_quantize(x: torch.Tensor, options: Mxfp8Options, amax: torch.Tensor | None = None) -> Plan[QuantizedTensors]:
+    """The launches of `quantize`."""
+    del amax  # no global scale
+    return mx.plan_quantize(x, layout(check_input(NAME, x), options), mx.E4M3.value, mx.RCEIL.value)
+
+
+def plan_fake_quantize(x: torch.Tensor, options: Mxfp8Options, amax: torch.Tensor | None = None) -> Plan[torch.Tensor]:
+    """The launches of `fake_quantize`."""
+    del amax
+    layout(check_input(NAME, x), options)
+    return mx.plan_fake_quantize(x, mx.E4M3.value, mx.RCEIL.value)
+
+
+def plan_dequantize(quantized: QuantizedTensors, options: Mxfp8Options, dtype: Any) -> Plan[torch.Tensor]:
+    """The launches of `dequantize`."""
+    del options
+    return mx.plan_dequantize(quantized, tuple(quantized.qdata.shape), mx.E4M3.value, dtype)
+
+
+def quantize(x: torch.Tensor, options: Mxfp8Options, amax: torch.Tensor | None = None) -> QuantizedTensors:
+    """[.., M, K] of any strides -> E4M3 [.., M, K] and E8M0 bytes [.., M, K/32]."""
+    return plan_quantize(x, options, amax).run(x)
+
+
+def fake_quantize(x: torch.Tensor, options: Mxfp8Options, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """dequantize(quantize(x)) in the dtype of `x`, in one pass over memory."""
+    return plan_fake_quantize(x, options, amax).run(x)
+
+
+def dequantize(quantized: QuantizedTensors, options: Mxfp8Options, dtype: Any) -> torch.Tensor:
+    """q * 2^(byte - 127), then one rounding to `dtype`: [.., M, K]."""
+    return plan_dequantize(quantized, options, dtype).run(quantized.qdata)
