@@ -38,6 +38,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
 
+_DEEPEST = 50
 CARRIED_SUFFIXES = frozenset({"", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md"})
 REWRITTEN: Mapping[str, str] = MappingProxyType(
     {
@@ -150,7 +151,22 @@ def read_config(folder: Path, names: frozenset[str]) -> Json:
     config.pop("hf_quant_config", None)
     if QUANT_CONFIG in names:
         config["hf_quant_config"] = read_json(resolved(folder, QUANT_CONFIG), unique=False)
+    _require_shallow(config, folder / CONFIG)
     return config
+
+
+def _require_shallow(content: Json, path: Path) -> None:
+    """Raises CheckpointError if functions that call themselves for each level could run out of stack."""
+    level: list[Any] = [content]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise CheckpointError(f"'{path}' is nested too deeply: more than {_DEEPEST} levels")
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:

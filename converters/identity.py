@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowprec.checkpoint import FORMAT_VERSION, FileRecord, Manifest
-from lowprec.contract import canonical, first_difference
+from lowprec.contract import first_difference
 from lowprec.errors import CheckpointError, ContractError
 
-from .report import Conversion, to_plain
+from .report import Conversion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """Contract, source, options and format version of a target: together they decide every byte of it.
 
-    layout: sha256 of the layout of files; None for a finished target, whose manifest states the layout itself.
+    layout: digest of the layout of files; None for a finished target, whose manifest states the layout itself.
     """
 
     contract: Mapping[str, Any]
@@ -35,7 +34,7 @@ class Identity:
             contract=conversion.contract.to_json(),
             source=tuple(source),
             max_shard_size=conversion.max_shard_size,
-            layout=hashlib.sha256(canonical(to_plain(conversion.layout)).encode()).hexdigest(),
+            layout=conversion.layout.digest(),
         )
 
     @classmethod

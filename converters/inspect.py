@@ -12,7 +12,7 @@ from lowprec.errors import LowprecError
 from lowprec.plan import SourceTensor
 
 from .family import Family
-from .hf import Checkpoint, list_folder, open_checkpoint
+from .hf import QUANT_CONFIG, Checkpoint, list_folder, open_checkpoint
 from .plans import family_of
 from .report import InspectReport, RoleSummary
 from .staging import PARTIAL
@@ -69,7 +69,9 @@ def _find_manifest(checkpoint: Checkpoint, oddities: list[str]) -> Manifest | No
 
 
 def _odd_files(checkpoint: Checkpoint, total_size: int) -> list[str]:
-    found = [f"'{item.name}' is not part of the checkpoint: {item.reason}" for item in checkpoint.left_out]
+    expected = (QUANT_CONFIG, MANIFEST_NAME, PARTIAL)
+    others = (item for item in checkpoint.left_out if item.name not in expected)
+    found = [f"'{item.name}' is not part of the checkpoint: {item.reason}" for item in others]
     if PARTIAL in list_folder(checkpoint.folder):
         found.append("an unfinished conversion lies in it")
     if checkpoint.total_size not in (None, total_size):

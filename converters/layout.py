@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowprec.checkpoint import encode_header, stored_order
+from lowprec.checkpoint import checksum, encode_header, stored_order
 from lowprec.errors import PlanError
 from lowprec.plan import SourceTensor, TensorInfo
 
@@ -27,6 +28,10 @@ class ShardLayout:
     name: str
     tensors: tuple[TensorInfo, ...]
     size: int
+
+    def to_json(self) -> Json:
+        """Plain values; of the tensors their names."""
+        return {"name": self.name, "size": self.size, "tensors": [info.name for info in self.tensors]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,11 @@ class Layout:
     def weight_map(self) -> dict[str, str]:
         """Stored tensor -> file."""
         return {info.name: shard.name for shard in self.shards for info in shard.tensors}
+
+    def digest(self) -> str:
+        """A digest of every file's name, header and size, and of what is carried over."""
+        headers = {shard.name: checksum(encode_header(shard.tensors)) for shard in self.shards}
+        return checksum(json.dumps([headers, self.indexed, self.carried], sort_keys=True).encode())
 
     def index(self) -> Json:
         """Content of model.safetensors.index.json."""

@@ -129,7 +129,10 @@ class Conversion:
                     "partners": list(step.partners),
                     "bytes_before": step.source.nbytes,
                     "bytes_after": sum(info.nbytes for info in self.outputs[step.tensor.name]),
-                    "outputs": to_plain(self.outputs[step.tensor.name]),
+                    "outputs": [
+                        {"name": info.name, "dtype": info.dtype, "shape": list(info.shape)}
+                        for info in self.outputs[step.tensor.name]
+                    ],
                 }
                 for step in self.plan.steps
             ],

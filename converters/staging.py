@@ -73,9 +73,9 @@ class Staging:
             names = set(os.listdir(self.target))
         except FileNotFoundError:
             return Survey.EMPTY
-        except NotADirectoryError:
-            raise CheckpointError(f"target '{self.target}' is a file; give a folder") from None
         except OSError as error:
+            if self.target.is_file():
+                raise CheckpointError(f"target '{self.target}' is a file; give a folder") from None
             raise cannot_read(self.target, error) from None
         if {CONFIG, MANIFEST_NAME} <= names:
             self._identity.require_same(Identity.of_manifest(read_manifest(self.target)).to_json(), self.target)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lowprec.checkpoint import MANIFEST_NAME, Manifest, ShardReader, checksum, encode_header, read_bytes, read_json
 from lowprec.contract import first_difference
 from lowprec.errors import CheckpointError
-from lowprec.plan import TensorInfo
+from lowprec.plan import Action, TensorInfo
 
 from .faults import FaultKind, Faults
 from .hf import CONFIG, INDEX, list_folder, read_index, resolved
@@ -51,6 +51,7 @@ def check_structure(
 def _check_records(manifest: Manifest, conversion: Conversion, faults: Faults) -> None:
     """The manifest's own table of tensors is the one that contract and dialect give."""
     shard_of = conversion.layout.weight_map()
+    records = {record.source.name: record for record in manifest.tensors}
     for record in manifest.tensors:
         planned = {info.name: (info, shard_of[info.name]) for info in conversion.outputs[record.source.name]}
         recorded = {stored.info.name: (stored.info, stored.shard) for stored in record.outputs}
@@ -58,6 +59,11 @@ def _check_records(manifest: Manifest, conversion: Conversion, faults: Faults) -
             if planned.get(name) != recorded.get(name):
                 what = f"records {_where(recorded.get(name))}, the contract gives {_where(planned.get(name))}"
                 faults.add(FaultKind.MANIFEST, name, f"{MANIFEST_NAME} {what}")
+    for step in conversion.plan.steps:
+        record = records[step.tensor.name]
+        if step.action is Action.KEEP and {*record.checksums.values()} != {s.xxh3_128 for s in record.outputs}:
+            what = "is kept as it was, but its checksums before and after differ"
+            faults.add(FaultKind.MANIFEST, step.tensor.name, f"{MANIFEST_NAME}: it {what}")
 
 
 def _where(place: tuple[TensorInfo, str] | None) -> str:

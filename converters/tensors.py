@@ -203,6 +203,7 @@ class TensorChecks:
             )
 
 
+@np.errstate(invalid="ignore")  # Inf - Inf, where both were allowed
 def _measure(values: Array, decoded: Array) -> _Error:
     """The error of one tensor in float64, a piece at a time."""
     x, d = values.reshape(-1), decoded.reshape(-1)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Change = Callable[[dict[str, Array]], dict[str, Array] | None]
 
 MEGATRON = Path(__file__).parent / "data" / "megatron"
 QWEN3, QWEN3_MOE, DEEPSEEK_V3 = (MEGATRON / name / "hf" for name in ("qwen3", "qwen3_moe", "deepseek_v3"))
@@ -78,9 +79,7 @@ def write_header(path: Path, header: object, data: bytes = b"") -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def copy(
-    source: Path, target: Path, change: Callable[[dict[str, Array]], dict[str, Array] | None] | None = None
-) -> Path:
+def copy(source: Path, target: Path, change: Change | None = None) -> Path:
     """A copy of a single-file checkpoint, its tensors changed (in place, or to what `change` returns)."""
     shutil.copytree(source, target)
     if change is not None:

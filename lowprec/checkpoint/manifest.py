@@ -111,6 +111,8 @@ class Manifest:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from None
         if difference:
             raise CheckpointError(f"{where} cannot be read: {difference}")
+        if manifest.to_bytes() != data:
+            raise CheckpointError(f"{where} was changed: it says what lowprec writes, but not as lowprec writes it")
         return manifest
 
 

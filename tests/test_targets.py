@@ -1,0 +1,260 @@
+"""Targets that may not or cannot be written: one clear line, nothing lost, and the same command goes on later."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from folders import MODEL, QWEN3, QWEN3_MOE, copy, tree
+
+from lowprec import convert, load_recipe, verify
+from lowprec.converters.report import Phase, Progress
+from lowprec.converters.staging import PARTIAL
+from lowprec.errors import CheckpointError, LowprecError
+
+RECIPE = "nvfp4"
+REMEDY = "give a new or empty folder"
+
+
+def refused(message: str, source: Path, target: Path) -> None:
+    """convert refuses with exactly this line; what is there stays as it is."""
+    roots = [path for path in (source, target) if path.is_dir()]
+    before = [tree(root) for root in roots]
+    was_there = target.exists()
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, target, RECIPE)
+    assert str(caught.value) == message
+    assert target.exists() == was_there
+    assert [tree(root) for root in roots] == before
+
+
+def test_source_and_target_must_be_apart(tmp_path: Path) -> None:
+    source = copy(QWEN3, tmp_path / "a" / "source")
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "up").symlink_to(tmp_path)
+    same = f"source and target are the same folder '{source}'; give another target"
+    for target in (source, tmp_path / "link", tmp_path / "up" / "a" / "source", source / "x" / ".."):
+        refused(same, source, target)
+    for target in (source / "new", source / "not" / "yet", tmp_path / "link" / "new", tmp_path / "up/a/source/new"):
+        refused(f"target '{target}' lies inside the source '{source}'; give a folder elsewhere", source, target)
+    for target in (tmp_path / "a", tmp_path / "up" / "a", tmp_path):
+        refused(f"source '{source}' lies inside the target '{target}'; give a folder elsewhere", source, target)
+
+
+def test_targets_that_are_not_ours(tmp_path: Path) -> None:
+    file, other, copied = tmp_path / "file", tmp_path / "other", tmp_path / "copied"
+    file.write_text("x")
+    refused(f"target '{file}' is a file; give a folder", QWEN3, file)
+    with pytest.raises(CheckpointError) as caught:
+        convert(QWEN3, file / "target", RECIPE)
+    assert str(caught.value) == f"'{file / 'target'}' cannot be read: Not a directory"
+    for folder, name in ((other, "notes.txt"), (copied, "config.json")):
+        folder.mkdir()
+        (folder / name).write_text("precious")
+        message = (
+            f"target '{folder}' is not empty: '{name}' does not belong to this conversion; give a new or empty folder"
+        )
+        refused(message, QWEN3, folder)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    convert(QWEN3, empty, RECIPE)
+    assert not verify(empty).faults
+
+
+def test_a_foreign_file_in_an_unfinished_target(tmp_path: Path) -> None:
+    def stop(item: Progress) -> None:
+        raise KeyboardInterrupt(item.tensor)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(QWEN3, tmp_path / "t", RECIPE, progress=stop)
+    (tmp_path / "t" / "mine.txt").write_text("precious")
+    target = tmp_path / "t"
+    message = (
+        f"target '{target}' is not empty: 'mine.txt' does not belong to this conversion; give a new or empty folder"
+    )
+    refused(message, QWEN3, target)
+
+
+def test_a_finished_target_that_was_changed_is_not_nothing_to_do(tmp_path: Path) -> None:
+    convert(QWEN3, tmp_path / "t", RECIPE)
+    for name in (MODEL, "config.json", "generation_config.json", "hf_quant_config.json"):
+        path = tmp_path / "t" / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        refused(
+            f"target '{tmp_path / 't'}' was finished, but '{name}' is missing or was changed since; "
+            "see lowprec verify, and delete the target to convert again",
+            QWEN3,
+            tmp_path / "t",
+        )
+        path.write_bytes(data)
+    assert convert(QWEN3, tmp_path / "t", RECIPE).nothing_to_do
+
+
+# ---- space ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(size: int, options: str = "") -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}{options}", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_too_little_space_is_seen_before_work_starts(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(1 << 20)
+    with pytest.raises(CheckpointError) as caught:
+        convert(QWEN3_MOE, disk / "a" / "target", RECIPE)
+    message = str(caught.value)
+    assert message.startswith(f"target '{disk / 'a' / 'target'}' needs ")
+    assert message.endswith(f" more bytes, but its file system has only {1 << 20} free")
+    assert not tree(disk)
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_a_disk_that_fills_up_under_way(
+    reserve: bool, small_disk: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the shards' blocks reserved, the journal or the configs hit the wall; without, the tensors do."""
+    convert(QWEN3_MOE, tmp_path / "whole", RECIPE)
+    disk = small_disk(4 << 20)
+    if not reserve:
+
+        def unsupported(*_: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+
+        monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    calls = iter(range(1000))
+
+    def fill(item: Progress) -> None:
+        if item.phase is Phase.CONVERT and next(calls) == 15:
+            with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
+    target = disk / "target"
+    with pytest.raises(CheckpointError) as caught:
+        convert(QWEN3_MOE, target, RECIPE, workers=1, progress=fill)
+    assert str(caught.value).endswith(
+        "cannot be written: No space left on device; free some space and run the same command again, "
+        "it continues where it stopped"
+    )
+    assert str(caught.value).startswith(f"'{target / PARTIAL}")
+    assert not (target / "config.json").exists()
+    (disk / "filler").unlink()
+    report = convert(QWEN3_MOE, target, RECIPE)
+    assert report.tensors_kept >= 16
+    assert tree(target) == tree(tmp_path / "whole")
+
+
+def test_the_space_of_an_earlier_run_counts(small_disk: Callable[[int], Path]) -> None:
+    """What is reserved already is not asked for again: the disk has no second place for it."""
+    disk = small_disk(3 << 20)
+
+    def stop(item: Progress) -> None:
+        raise KeyboardInterrupt(item.tensor)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(QWEN3_MOE, disk / "target", RECIPE, progress=stop)
+    stats = os.statvfs(disk)
+    assert stats.f_bavail * stats.f_frsize < 2_181_632  # the size of the result
+    convert(QWEN3_MOE, disk / "target", RECIPE)
+    assert not verify(disk / "target").faults
+
+
+def in_child(prepare: Callable[[], object], source: Path, target: Path) -> str:
+    """What convert says in a fork that may do less; empty if it is done."""
+    recipe = load_recipe(RECIPE)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare()
+            convert(source, target, recipe)
+        except BaseException as error:
+            os.write(writer, f"{'' if isinstance(error, LowprecError) else repr(error)}{error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        message = file.read()
+    os.waitpid(child, 0)
+    return message
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    message = in_child(limit, QWEN3, tmp_path / "target")
+    assert message == (
+        f"'{tmp_path / 'target' / PARTIAL / MODEL}' cannot be written: File too large; free some space and run the "
+        "same command again, it continues where it stopped"
+    )
+    convert(QWEN3, tmp_path / "target", RECIPE)
+    assert not verify(tmp_path / "target").faults
+
+
+# ---- permissions ------------------------------------------------------------------------------------------------
+
+
+def test_a_target_on_a_read_only_file_system(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(8 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    target = disk / "target"
+    refused(f"'{target}' cannot be written: Read-only file system", QWEN3, target)
+
+
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+def test_sources_and_targets_without_permission(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    convert(QWEN3, tmp_path / "warm", RECIPE)  # loads what the child could not
+    source = copy(QWEN3, tmp_path / "source")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    opened = tmp_path / "open"
+    opened.mkdir()
+    opened.chmod(0o777)
+
+    def say(target: Path) -> str:
+        return in_child(become_nobody, source, target)
+
+    assert say(locked / "target") == f"'{locked / 'target'}' cannot be written: Permission denied"
+    assert not list(locked.iterdir())
+    (source / MODEL).chmod(0)
+    assert say(opened / "target") == f"'{source / MODEL}' cannot be read: Permission denied"
+    (source / MODEL).chmod(0o644)
+    source.chmod(0)
+    assert say(opened / "target") == f"'{source}' cannot be read: Permission denied"
+    source.chmod(0o755)
+    assert not list(opened.iterdir())
+    assert say(opened / "target") == ""
+    assert not verify(opened / "target", against=source).faults
