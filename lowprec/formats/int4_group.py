@@ -78,12 +78,12 @@ def quantize(x: Array, options: Int4GroupOptions, amax: Array | None = None) -> 
     divisor = np.float32(nm.INT4_MAX) if seven else np.float32(nm.INT4_MAX + 0.5)
     ideal = np.minimum(nm.block_amax(x, block) / divisor, nm.finite_max(nm.BFLOAT16))
     scale = ideal.astype(nm.BFLOAT16)
-    zero = scale == 0
-    scale = np.where(zero, nm.BFLOAT16.type(1.0), scale)
+    # A group so small that its scale is 0 has only codes 0 under a scale of 1, too.
+    scale = np.where(scale == 0, nm.BFLOAT16.type(1.0), scale)
     quotient = x.astype(np.float32) / nm.spread(scale.astype(np.float32), block, x.shape)
     lowest = -nm.INT4_MAX if seven else nm.INT4_MIN
     code = np.clip(np.rint(quotient), lowest, nm.INT4_MAX)
-    code = np.where(np.isnan(code) | nm.spread(zero, block, x.shape), 0, code)
+    code = np.where(np.isnan(code), 0, code)
     stored = (code + nm.INT4_OFFSET).astype(np.uint8)
     return Quantized(nm.pack_nibbles(stored).view("<i4"), scale, None)
 

@@ -314,3 +314,59 @@ def test_nvfp4_decodes_scale_first(dtype) -> None:
         other = ((block * element) * np.float64(outer)).astype(np.float32)
         differ += int((other != want).sum())
     assert differ > 0
+
+
+# ---- INT4: no table in the discriminating inputs, so each corner of the contract's rule ----------------
+
+
+def int4(x: Array, rule: str) -> tuple[Array, Array]:
+    """(scales, codes without their offset)."""
+    fmt = get_format("int4_group")
+    q = fmt.quantize(x, fmt.options.parse({"rule": rule}), None)
+    return q.scale, fmt.codes(q.qdata).astype(int) - 8
+
+
+@pytest.mark.parametrize(("rule", "lowest"), [("amax7", -7), ("amax7.5", -8)])
+def test_int4_range(rule, lowest) -> None:
+    """A subnormal scale is far from the ideal one: both ends of the range clamp."""
+    tiny = 2.0**-133  # the smallest bfloat16
+    x = np.zeros((1, 32), BF16)
+    x[0, :4] = [10 * tiny, -10 * tiny, 3 * tiny, -tiny]
+    scale, codes = int4(x, rule)
+    assert scale.astype(np.float64).item() == tiny
+    assert codes[0, :4].tolist() == [7, lowest, 3, -1]
+
+
+@pytest.mark.parametrize(("rule", "largest"), [("amax7", 3), ("amax7.5", 3)])
+def test_int4_scale_underflow_is_a_zero_group(rule, largest) -> None:
+    x = np.zeros((1, 32), BF16)
+    x[0, 0] = largest * 2.0**-133
+    scale, codes = int4(x, rule)
+    assert scale.astype(np.float64).item() == 1.0
+    assert not codes.any()
+
+
+@pytest.mark.parametrize(("rule", "divisor"), [("amax7", 7.0), ("amax7.5", 7.5)])
+def test_int4_scale_is_a_division_rounded_to_float32_then_to_bfloat16(rule, divisor) -> None:
+    """Amaxes whose scale lies beside a bfloat16 tie, where a multiplication by 1/7 rounds to the other side."""
+    ties = np.arange(0x3F808000, 0x40008000, 0x10000, dtype=np.uint32).view(np.float32).astype(np.float64)
+    near = (ties * divisor).astype(np.float32).view(np.int32)
+    amax = np.concatenate([near + np.int32(step) for step in range(-3, 4)]).view(np.float32)
+    x = np.zeros((amax.size, 32), np.float32)
+    x[:, 5] = -amax
+    ideal = (amax.astype(np.float64) / divisor).astype(np.float32)
+    scale, _ = int4(x, rule)
+    assert_same_bits(scale[:, 0], ideal.astype(BF16), amax, "scale")
+    multiplied = amax * np.float32(1 / divisor)
+    assert (multiplied.astype(BF16) != ideal.astype(BF16)).any()
+
+
+@pytest.mark.parametrize("rule", ["amax7", "amax7.5"])
+def test_int4_nan_and_inf(rule) -> None:
+    x = np.zeros((2, 32), np.float32)
+    x[0, :3] = [NAN, 7.5, -1.0]
+    x[1, :4] = [INF, -INF, NAN, 1.0]
+    scale, codes = int4(x, rule)
+    assert codes[0, :3].tolist() == [0, 7, -1]
+    assert codes[1, :4].tolist() == [7, -7 if rule == "amax7" else -8, 0, 0]
+    assert scale[1, 0] == np.array([0x7F7F], np.uint16).view(BF16)[0]
