@@ -225,7 +225,7 @@ def describe(options: Nvfp4Options) -> dict[str, Any]:
             "scale": "base = fl(fl(A / 6) * S); sb6 = e4m3(min(base, 448)), sb4 = e4m3(min(fl(base * 1.5), 448))",
             "choice": "sb4 if its error is strictly smaller, else sb6",
             "error_term": "|d|" if mae else "fl(d * d)",
-            "error_difference": f"d = fl(fl(fl(fl(q * sb) * G) / {6 * options.e4m3_max}) - x)",
+            "error_difference": f"d = fl(fl(fl(fl(q * sb) * G) / {int(nm.E2M1_MAX) * options.e4m3_max}) - x)",
             "error_sum": "float32, in element order, no FMA"
             + ("; the 16 rows as a tree: +8, +4, +2, +1" if tile else ""),
             "source": "TransformerEngine: common/cast/nvfp4/quantize_4over6_nvfp4.cuh",
