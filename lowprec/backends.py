@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .errors import BackendError, FormatError, did_you_mean
-from .formats import get_format
+from .formats import BUILTIN, get_format
 from .formats.base import INPUT_DTYPES, Array, ArraySpec, Format, Options, Quantized, Shape, check_input
 from .qtensor import QTensor, dtype_of, is_torch, like, to_numpy
 
@@ -112,15 +112,50 @@ def fake_quantize(x: Any, format: str | Options, *, backend: str = "auto", amax:
     return like(kernel.fake_quantize(array, chosen, given), x)
 
 
-def global_amax(x: Any, format: str | Options, **options: Any) -> Array | None:
+def global_amax(x: Any, format: str | Options, *, backend: str = "auto", **options: Any) -> Array | None:
     """The global amax of a tensor, float32 [..] or [.., M]; None if the format has no global scale.
 
-    Partners share the maximum of theirs: pass it to `quantize(amax=...)`.
+    Partners share the maximum of theirs: pass it to `quantize(amax=...)`. A backend without a `global_amax` of its own
+    for numpy arrays leaves it to the reference; it is exact, so all give the same.
     """
     chosen = _options(format, options)
+    fmt = get_format(chosen.format)
     array = to_numpy(x)
-    check_input(chosen.format, array)
-    return _global_amax(get_format(chosen.format), array, chosen)
+    check_input(fmt.name, array)
+    if fmt.global_amax is None:
+        return None
+    kernel = _load(backend, fmt, array)
+    if _takes_torch(kernel) or not hasattr(kernel, "global_amax"):
+        return _global_amax(fmt, array, chosen)
+    return np.asarray(kernel.global_amax(array, chosen))
+
+
+class BackendStatus(NamedTuple):
+    """What `lowprec doctor` shows of a backend: whether it runs here, on what or why not, and its formats."""
+
+    name: str
+    active: bool
+    detail: str
+    formats: tuple[str, ...]
+
+
+def status() -> list[BackendStatus]:
+    """Every backend that is installed, the reference last. Never raises."""
+    formats = {name: available(name) for name in BUILTIN}
+    names = sorted({backend for backends in formats.values() for backend in backends} - {REFERENCE})
+    found = [_status(name, tuple(fmt for fmt in BUILTIN if name in formats[fmt])) for name in names]
+    return [*found, BackendStatus(REFERENCE, True, "numpy; the definition of every byte, and slow", BUILTIN)]
+
+
+def _status(name: str, formats: tuple[str, ...]) -> BackendStatus:
+    """A backend is active if all its kernels can be imported; its package may say more in `status() -> str`."""
+    try:
+        for format_name in formats:
+            _import(name, format_name)
+        say = getattr(importlib.import_module(f"lowprec.kernels.{name}"), "status", None)
+        return BackendStatus(name, True, say() if say else "installed", formats)
+    except BackendError as error:
+        return BackendStatus(name, False, str(error), formats)
 
 
 # ---- arguments -----------------------------------------------------------------------------------------
@@ -211,10 +246,13 @@ def _load(backend: str, fmt: Format, x: Any) -> Any:
                     continue
     if backend not in known:
         raise BackendError(f"no backend '{backend}' for {fmt.name}{did_you_mean(backend, ['auto', *known])}")
-    if backend == REFERENCE:
-        return None
+    return None if backend == REFERENCE else _import(backend, fmt.name)
+
+
+def _import(backend: str, format_name: str) -> Any:
+    """A kernel module. Raises BackendError if the backend cannot run here."""
     try:
-        return importlib.import_module(f"lowprec.kernels.{backend}.{fmt.name}")
+        return importlib.import_module(f"lowprec.kernels.{backend}.{format_name}")
     except ModuleNotFoundError as error:
         if (error.name or "lowprec").partition(".")[0] == "lowprec":
             raise  # a fault of ours

@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lowprec import backends
 from lowprec.formats import get_format
 from lowprec.formats.base import Array, Options, Quantized
 
@@ -156,7 +157,6 @@ def measure(jobs: list[Job], buffers: Buffers, threads: int, passes: int) -> dic
 
 def reference_speed(name: str, values: dict[str, Any], x: Array) -> float:
     """GB/s of the reference's fake quantization, tile by tile as lowprec.backends runs it."""
-    backends = importlib.import_module("lowprec.backends")
     options = get_format(name).options.parse(values)
     times = []
     for _ in range(3):
@@ -164,6 +164,13 @@ def reference_speed(name: str, values: dict[str, Any], x: Array) -> float:
         backends.fake_quantize(x, options, backend="reference")
         times.append(time.perf_counter() - begin)
     return float(x.nbytes / min(times) / 1e9)
+
+
+def processor() -> str:
+    """Model name where Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.machine()
 
 
 def main() -> None:
@@ -181,8 +188,8 @@ def main() -> None:
     chosen = [variant for variant in VARIANTS if not args.formats or variant[0] in args.formats]
     jobs = [job for name, values in chosen for job in jobs_of(name, values, buffers, args.backend)]
     speeds = {threads: measure(jobs, buffers, threads, args.passes) for threads in args.threads}
-    status = importlib.import_module(f"lowprec.kernels.{args.backend}._library").status()
-    print(f"{platform.processor() or platform.machine()}, {status.reason}, numpy {np.__version__}, {args.mib} MiB")
+    (detail,) = (status.detail for status in backends.status() if status.name == args.backend)
+    print(f"{processor()}, {detail}, numpy {np.__version__}, {args.mib} MiB, best of {args.passes}")
     print(f"{'GB/s of BF16 (% of memcpy)':48s}" + "".join(f"{f'{t} thread' + 's' * (t > 1):>18s}" for t in speeds))
     for name in ("memcpy", *(job.name for job in jobs)):
         cells = [f"{s[name]:.2f} ({100 * s[name] / s['memcpy']:.0f} %)" for s in speeds.values()]
@@ -195,7 +202,7 @@ def main() -> None:
             ratio = speeds[args.threads[0]][f"{label}: fake_quantize"] / slow[label]
             print(f"{label + ': fake_quantize, reference':48s}{f'{slow[label]:.3f} (1/{ratio:.0f})':>18s}")
     if args.json:
-        record = {"instruction_set": status.reason, "mib": args.mib, "passes": args.passes}
+        record = {"processor": processor(), "backend": detail, "mib": args.mib, "passes": args.passes}
         record |= {"gb_per_s": {str(t): s for t, s in speeds.items()}, "reference_fake_quantize": slow}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

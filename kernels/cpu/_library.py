@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,19 +49,10 @@ _DECODE_OPTIONS: dict[str, Arguments] = {
 }
 
 
-class Status(NamedTuple):
-    """Whether the compiled kernels run here, and the instruction set they use or why they do not."""
-
-    active: bool
-    reason: str
-
-
-def status() -> Status:
-    """For `lowprec doctor`: never raises."""
-    try:
-        return Status(True, load().lowprec_instruction_set().decode())
-    except BackendError as error:
-        return Status(False, str(error))
+def status() -> str:
+    """The instruction set that the kernels use here. Raises BackendError with the reason where there are none."""
+    name: str = load().lowprec_instruction_set().decode()
+    return name
 
 
 @cache
