@@ -43,6 +43,12 @@ MODELS = {
     "Qwen3-MoE (random)": partial(make_checkpoint, "qwen3_moe", layers=6, experts=16),
     "DeepSeek-V3 (random)": partial(make_checkpoint, "deepseek_v3", layers=6, experts=16),
 }
+NOTES = """
+time, peak: of the whole command. SQNR: of the worst role. ppl: perplexity of a
+fixed text; with random weights it is about the size of the vocabulary whatever
+is done to them, and only shows that they load.
+"""
+
 USAGE = 2  # exit code of `lowprec` where a recipe is not for a model
 RECIPES = (
     "fp8_block",
@@ -62,7 +68,11 @@ class Failed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One conversion, measured. perplexity: what the served weights have on TEXT; peak_memory in bytes."""
+    """One conversion, measured.
+
+    seconds, peak_memory (bytes): of the whole `convert` command. sqnr_db: of the worst role. perplexity: on TEXT, of
+    the source and of the served weights. forced: the flag it took because no engine loads the result.
+    """
 
     model: str
     recipe: str
@@ -74,6 +84,12 @@ class Row:
     perplexity_before: float
     perplexity: float
     loads: tuple[str, ...]
+    forced: str
+
+    @property
+    def place(self) -> str:
+        """Name of the model's folder."""
+        return place_of(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +105,11 @@ class Done:
     def json(self) -> Any:
         """The JSON document that it printed."""
         return json.loads(self.output)
+
+
+def place_of(model: str) -> str:
+    """Name of a model's folder: its first word."""
+    return model.partition(" ")[0]
 
 
 def lowprec(*words: str | Path) -> Done:
@@ -126,6 +147,12 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_be_quiet)
+
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
     def make(self, model: str, target: Path) -> None:
         """Write the model's checkpoint."""
@@ -167,12 +194,12 @@ def measure(model: str, source: Path, recipe: str, folder: Path, elsewhere: Else
     target, served = folder / recipe, folder / f"{recipe}-served"
     for old in (target, served):
         shutil.rmtree(old, ignore_errors=True)
-    if lowprec("explain", source, "--recipe", recipe, "--force", "--json").code == USAGE:
-        return None
     words = ("convert", source, target, "--recipe", recipe, "--json")
-    done = lowprec(*words)
+    done, forced = lowprec(*words), ""
+    if done.code == USAGE:
+        return None
     if done.code:
-        done = must(*words, "--force")
+        done, forced = must(*words, "--force"), " --force"
     report = done.json()["conversion"]
     errors = must("verify", target, "--against", source, "--json").json()["errors"]
     must("convert", target, served, "--recipe", "bf16", "--quiet")
@@ -187,6 +214,7 @@ def measure(model: str, source: Path, recipe: str, folder: Path, elsewhere: Else
         perplexity_before=before,
         perplexity=elsewhere.perplexity(served),
         loads=tuple(report["loads"]),
+        forced=forced,
     )
     shutil.rmtree(served)
     return row
@@ -194,32 +222,31 @@ def measure(model: str, source: Path, recipe: str, folder: Path, elsewhere: Else
 
 def run(folder: Path, models: Sequence[str] = tuple(MODELS), recipes: Sequence[str] = RECIPES) -> Iterator[Row]:
     """Every model under every recipe that fits it, one row each."""
-    elsewhere = Elsewhere()
-    for model in models:
-        place = folder / model.partition(" ")[0]
-        source = place / "bf16"
-        if not (source / "config.json").exists():
-            elsewhere.make(model, source)
-        before = elsewhere.perplexity(source)
-        for recipe in recipes:
-            row = measure(model, source, recipe, place, elsewhere, before)
-            if row is not None:
-                yield row
+    with Elsewhere() as elsewhere:
+        for model in models:
+            place = folder / place_of(model)
+            source = place / "bf16"
+            if not (source / "config.json").exists():
+                elsewhere.make(model, source)
+            before = elsewhere.perplexity(source)
+            for recipe in recipes:
+                row = measure(model, source, recipe, place, elsewhere, before)
+                if row is not None:
+                    yield row
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows as one table."""
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1))
-    shown.add_column("model\nrecipe")
+    """The rows as one table, below a line for each model."""
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("model\n  recipe", no_wrap=True)
     for head in ("size\nMB", "of\nBF16", "time\ns", "peak\nMB", "SQNR\ndB", "ppl\nBF16", "ppl\nserved"):
-        shown.add_column(head, justify="right")
-    shown.add_column("engines that load it")
-    model = ""
-    for row in rows:
-        if row.model != model:
-            shown.add_section()
-            shown.add_row(f"[bold]{row.model}", f"{row.bytes_before / 1e6:.1f}", "1.000")
-            model = row.model
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("engines that\nload it")
+    for index, row in enumerate(rows):
+        if index == 0 or row.model != rows[index - 1].model:
+            if index:
+                shown.add_row()
+            shown.add_row(f"[bold]{row.model}", f"{row.bytes_before / 1e6:.1f}")
         shown.add_row(
             f"  {row.recipe}",
             f"{row.bytes_after / 1e6:.1f}",
@@ -227,8 +254,8 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.seconds:.1f}",
             f"{row.peak_memory / 1e6:.0f}",
             f"{row.sqnr_db:.1f}",
-            f"{row.perplexity_before:.2f}",
-            f"{row.perplexity:.2f}",
+            f"{row.perplexity_before:.1f}",
+            f"{row.perplexity:.1f}",
             ", ".join(row.loads) or "no engine loads this",
         )
     return shown
@@ -237,22 +264,21 @@ def table(rows: Sequence[Row]) -> Table:
 def main(arguments: Sequence[str]) -> int:
     """Run everything below the folder that is given, or ./demo."""
     folder = Path(arguments[0] if arguments else "demo")
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 100)
     rows = []
     try:
         for row in run(folder):
-            out.print(
-                f"{row.model}: {row.recipe} converted in {row.seconds:.1f} s, verified against its source, loaded"
-            )
+            place = folder / row.place
+            out.print(f"$ lowprec convert {place}/bf16 {place}/{row.recipe} --recipe {row.recipe}{row.forced}")
+            out.print(f"  {row.seconds:.1f} s; verified against its source; decoded again and loaded by transformers")
             rows.append(row)
     except Failed as error:
         out.print(f"demo: error: {error}", markup=False)
         return 1
-    out.print(table(rows))
-    out.print(
-        "SQNR: of the worst role. Random weights have the perplexity of their vocabulary, whatever is done to them."
-    )
-    out.print(f"Look around: lowprec inspect {folder}/Qwen3-MoE/nvfp4_experts; lowprec recipes; lowprec --help")
+    out.print()
+    out.print(table(rows), soft_wrap=False)
+    out.print(NOTES)
+    out.print(f"Look around: lowprec inspect {folder}/Qwen3-MoE/nvfp4_experts, lowprec recipes, lowprec --help")
     return 0
 
 
