@@ -66,7 +66,8 @@ def convert(
         source: see `explain`, as for the other arguments that it has.
         target: a folder that does not exist, is empty, or holds this conversion, finished or not.
         workers: threads; None: one for each processor. Memory grows with workers times the largest tensor.
-        allow_nonfinite: carry NaN and Inf of the source over instead of refusing them.
+        allow_nonfinite: carry NaN and Inf of the source over instead of refusing them, in weights that are quantized
+            and in those that are kept. A finite weight that a format would turn into Inf is refused all the same.
         progress: is told about every finished tensor.
 
     Raises:

@@ -33,6 +33,7 @@ Config = Mapping[str, Any]
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.)")
 _SLOT = re.compile(r"(?<=\.)\{(\w*)\}(?=\.)|(?<=\.)([0-9]+)(?=\.)")
 _PLACES = ("layer", "expert")
+_MOST = 100_000  # layers or experts; a config that anybody may have written must not make us count to its number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,8 @@ def _count(config: Config, keys: tuple[str, ...], absent: int | None = None) -> 
             continue
         if type(value) is not int or value < (absent is None):
             raise PlanError(f"config.json: {key} = {value!r} must be a number of at least {int(absent is None)}")
+        if value > _MOST:
+            raise PlanError(f"config.json: {key} = {value} is more than {_MOST}, which no model has")
         return value
     if absent is None:
         raise PlanError(f"config.json: key '{keys[0]}' is missing; the family needs it")

@@ -241,7 +241,8 @@ def _sort_files(folder: Path, names: frozenset[str], shards: set[str]) -> tuple[
     for name in candidates:
         reason = _why_left_out(folder, name)
         if reason:
-            left_out.append(LeftOut(name=name, reason=reason))
+            shown = name if name.isprintable() else name.encode("unicode_escape").decode()
+            left_out.append(LeftOut(name=shown, reason=reason))
         else:
             resolved(folder, name)
             carried.append(name)

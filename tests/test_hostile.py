@@ -315,6 +315,26 @@ def test_recipes_and_engines_that_do_not_fit(tmp_path: Path) -> None:
     assert "no engine loads this: it was converted with --force" in inspect(tmp_path / "target").oddities
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts"])
+def test_a_config_cannot_make_us_count_for_ever(key: str, tmp_path: Path) -> None:
+    source = copy(QWEN3_MOE, tmp_path / "source")
+    edit_json(source / "config.json", **{key: 10**12})
+    message = f"config.json: {key} = 1000000000000 is more than 100000, which no model has"
+    refused(PlanError, message, source, tmp_path / "target")
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
+    source = copy(QWEN3, tmp_path / "source")
+    for name in (b"\xff.json", b"a\nb.txt"):
+        Path(os.fsdecode(os.fsencode(source) + b"/" + name)).write_text("x")
+    layout = convert(source, tmp_path / "target", "mxfp8").conversion.layout
+    assert {(item.name, item.reason) for item in layout.left_out} == {
+        ("\\udcff.json", "its name is not printable"),
+        ("a\\nb.txt", "its name is not printable"),
+    }
+    assert not verify(tmp_path / "target", against=source).faults
+
+
 # ---- anything else ----------------------------------------------------------------------------------------------
 
 
