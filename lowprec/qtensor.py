@@ -135,7 +135,7 @@ def like(array: Array, x: Any) -> Any:
         return array
     torch = sys.modules["torch"]
     array = np.asarray(array, order="C")
-    if array.dtype.isbuiltin == 1:
+    if array.dtype.kind != "V":  # torch knows it; `isbuiltin` would be 0 after a pickle
         return torch.from_numpy(array).to(x.device)
     carrier = array.view(np.int16 if array.dtype.itemsize == 2 else np.uint8)
     return torch.from_numpy(carrier).view(getattr(torch, array.dtype.name)).to(x.device)

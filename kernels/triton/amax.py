@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import casts
 from .launch import Launch, Plan, carrier, matrices, tile
-from .tiles import indices, inside, strided, tile_origin
+from .tiles import indices, load_values, tile_origin
 
 TILE_ELEMENTS = 8192
 WARPS = 8
@@ -39,12 +39,13 @@ def amax_kernel(
     """
     matrix, row, column = tile_origin(rows, columns, ROWS, COLUMNS)
     row_M, column_K = indices(row, ROWS), indices(column, COLUMNS)
-    mask_MK = inside(row_M, column_K, rows, columns)
-    from_MK = strided(matrix, row_M, column_K, stride_matrix, stride_row, stride_column)
-    amax_M1 = casts.bits_of(casts.row_amax(casts.to_float32(tl.load(x_ptr + from_MK, mask=mask_MK, other=0))))
+    x_MK = load_values(x_ptr, matrix, row_M, column_K, rows, columns, stride_matrix, stride_row, stride_column)
+    amax_M1 = casts.bits_of(casts.row_amax(x_MK))
     if PAIRED:
-        partner_MK = casts.to_float32(tl.load(partner_ptr + from_MK, mask=mask_MK, other=0))
-        amax_M1 = tl.maximum(amax_M1, casts.bits_of(casts.row_amax(partner_MK)))
+        x_MK = load_values(
+            partner_ptr, matrix, row_M, column_K, rows, columns, stride_matrix, stride_row, stride_column
+        )
+        amax_M1 = tl.maximum(amax_M1, casts.bits_of(casts.row_amax(x_MK)))
     if EACH_ROW:
         row_M1 = row_M[:, None]
         tl.atomic_max(amax_ptr + matrix * rows + row_M1, amax_M1, mask=row_M1 < rows, sem="relaxed")

@@ -31,7 +31,8 @@ from .launch import (
     power_of_two,
     torch_dtype,
 )
-from .tiles import contiguous, indices, inside, strided, tile_origin
+from .launch import unavailable as unavailable
+from .tiles import contiguous, indices, inside, load_values, tile_origin
 
 TAKES_TORCH = True
 
@@ -115,10 +116,7 @@ def quantize_kernel(
     row_M, column_K = indices(row, ROWS), indices(column, COLUMNS)
     # What is beyond the block, here or in a ragged one, counts as zero and is not stored.
     end_row, end_column = tl.minimum(row + STEP_ROWS, rows), tl.minimum(column + STEP_COLUMNS, columns)
-    mask_MK = inside(row_M, column_K, end_row, end_column)
-    from_MK = strided(matrix, row_M, column_K, stride_matrix, stride_row, stride_column)
-    x_MK = casts.to_float32(tl.load(x_ptr + from_MK, mask=mask_MK, other=0))
-
+    x_MK = load_values(x_ptr, matrix, row_M, column_K, end_row, end_column, stride_matrix, stride_row, stride_column)
     # [M, 1], one a row, or [1, 1], one for the tile.
     amax = casts.row_amax(x_MK) if RULE == TE else casts.row_amax_or_nan(x_MK)
     if not ONE_ROW:
@@ -133,7 +131,7 @@ def quantize_kernel(
         else:  # the reciprocal of a power of two is exact, so multiplying by it is dividing
             scaled_MK = x_MK * tl.div_rn(1.0, scale)
 
-    to_MK = contiguous(matrix, row_M, column_K, rows, columns)
+    to_MK, mask_MK = contiguous(matrix, row_M, column_K, rows, columns), inside(row_M, column_K, end_row, end_column)
     if FAKE:
         y_MK = casts.round_e4m3(scaled_MK) * scale
         tl.store(q_ptr + to_MK, casts.from_float32(y_MK, q_ptr.dtype.element_ty, TARGET), mask=mask_MK)

@@ -122,6 +122,15 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def unavailable() -> str | None:
+    """Why these kernels do not run here; None if they do."""
+    if interpreted():
+        return None
+    if torch.version.hip is not None:
+        return "triton: these kernels are for NVIDIA GPUs, this is a ROCm build of torch"
+    return None if torch.cuda.is_available() else "triton: torch finds no NVIDIA GPU"
+
+
 def target_of(device: torch.device) -> int:
     """Compute capability times ten, 0 for the interpreter.
 

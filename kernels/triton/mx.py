@@ -18,7 +18,7 @@ from lowprec.formats.base import Layout, Shape
 from . import casts
 from .casts import RECIPROCAL_OF_6, RECIPROCAL_OF_448
 from .launch import Launch, Plan, QuantizedTensors, carrier, empties, matrices, tile, torch_dtype
-from .tiles import indices, inside, load_bytes, store_bytes, store_values, strided, tile_origin
+from .tiles import indices, load_bytes, load_values, store_bytes, store_values, tile_origin
 
 BLOCK = tl.constexpr(nm.MX_BLOCK)
 E2M1_EMAX = tl.constexpr(nm.E2M1_EMAX)
@@ -63,8 +63,7 @@ def quantize_kernel(
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     matrix, row, column = tile_origin(rows, columns, ROWS, COLUMNS)
     row_M, column_K = indices(row, ROWS), indices(column, COLUMNS)
-    from_MK = strided(matrix, row_M, column_K, stride_matrix, stride_row, stride_column)
-    x_MK = casts.to_float32(tl.load(x_ptr + from_MK, mask=inside(row_M, column_K, rows, columns), other=0))
+    x_MK = load_values(x_ptr, matrix, row_M, column_K, rows, columns, stride_matrix, stride_row, stride_column)
 
     x_NB = tl.reshape(x_MK, (ROWS * BLOCKS, BLOCK))
     byte_N1 = _scale_byte(casts.row_amax(x_NB), ELEMENT, RULE, TARGET)

@@ -10,6 +10,7 @@ from lowprec.formats.mxfp4 import NAME, Mxfp4Options, ScaleRule, layout
 
 from . import mx
 from .launch import Plan, QuantizedTensors, check_input
+from .launch import unavailable as unavailable
 
 TAKES_TORCH = True
 RULES = {ScaleRule.RCEIL: mx.RCEIL.value, ScaleRule.FLOOR: mx.FLOOR.value, ScaleRule.EVEN: mx.EVEN.value}

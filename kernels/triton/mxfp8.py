@@ -10,6 +10,7 @@ from lowprec.formats.mxfp8 import NAME, Mxfp8Options, layout
 
 from . import mx
 from .launch import Plan, QuantizedTensors, check_input
+from .launch import unavailable as unavailable
 
 TAKES_TORCH = True
 

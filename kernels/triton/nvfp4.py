@@ -34,7 +34,8 @@ from .launch import (
     tile,
     torch_dtype,
 )
-from .tiles import indices, inside, load_bytes, spread, store_bytes, store_values, strided, tile_origin
+from .launch import unavailable as unavailable
+from .tiles import indices, load_bytes, load_values, spread, store_bytes, store_values, tile_origin
 
 TAKES_TORCH = True
 
@@ -77,6 +78,17 @@ def add_rows_as_tree(term_MG: tl.tensor) -> tl.tensor:
 
 
 # ---- scales --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _outer_place(
+    matrix: tl.tensor, row_M: tl.tensor, rows: tl.tensor, EACH_ROW: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(offsets, mask) of the tile's global amax and scale: [M, 1], one a row, or one number for all rows."""
+    if EACH_ROW:
+        return matrix * rows + row_M[:, None], row_M[:, None] < rows
+    else:
+        return matrix, matrix >= 0
 
 
 @triton.jit
@@ -137,6 +149,26 @@ def _block_amax(x_NB: tl.tensor, TILED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _block_scale(
+    x_NB: tl.tensor,
+    g: tl.tensor,
+    encode: tl.tensor,
+    decode: tl.tensor,
+    ERROR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILED: tl.constexpr,
+    TARGET: tl.constexpr,
+) -> tl.tensor:
+    """[N, 1]: the E4M3 byte of each block. The formula differs between plain and four over six."""
+    amax_N1 = _block_amax(x_NB, TILED)
+    if ERROR == NONE:
+        return casts.encode_e4m3(tl.minimum(amax_N1 * (encode * RECIPROCAL_OF_6), FLT_MAX), TARGET)
+    else:
+        base_N1 = tl.div_rn(amax_N1, tl.full(amax_N1.shape, E2M1_MAX, tl.float32)) * encode
+        return _choose_scale(x_NB, base_N1, g, decode, ERROR, LARGEST, TILED, TARGET)
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr: tl.tensor,
     amax_ptr: tl.tensor,
@@ -161,28 +193,19 @@ def quantize_kernel(
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     matrix, row, column = tile_origin(rows, columns, ROWS, COLUMNS)
     row_M, column_K = indices(row, ROWS), indices(column, COLUMNS)
-    from_MK = strided(matrix, row_M, column_K, stride_matrix, stride_row, stride_column)
-    x_MK = casts.to_float32(tl.load(x_ptr + from_MK, mask=inside(row_M, column_K, rows, columns), other=0))
+    x_MK = load_values(x_ptr, matrix, row_M, column_K, rows, columns, stride_matrix, stride_row, stride_column)
     x_NB = tl.reshape(x_MK, (ROWS * BLOCKS, BLOCK))
 
-    # The global amax: one number for the tile, or one a row.
-    outer = matrix * rows + row_M[:, None] if EACH_ROW else matrix
-    in_outer = row_M[:, None] < rows if EACH_ROW else row < rows
-    g = tl.load(amax_ptr + outer, mask=in_outer, other=0.0)
+    to_outer, in_outer = _outer_place(matrix, row_M, rows, EACH_ROW)
+    g = tl.load(amax_ptr + to_outer, mask=in_outer, other=0.0)
     encode = _encode_scale(g, LARGEST)
     decode = tl.div_rn(1.0, encode)
     if not FAKE:
         if column == 0:  # some programs may store the same value in the same place
-            tl.store(global_scale_ptr + outer, decode, mask=in_outer)
+            tl.store(global_scale_ptr + to_outer, decode, mask=in_outer)
     if EACH_ROW:
         g, encode, decode = spread(g, BLOCKS), spread(encode, BLOCKS), spread(decode, BLOCKS)
-
-    amax_N1 = _block_amax(x_NB, TILED)
-    if ERROR == NONE:
-        scale_N1 = casts.encode_e4m3(tl.minimum(amax_N1 * (encode * RECIPROCAL_OF_6), FLT_MAX), TARGET)
-    else:
-        base_N1 = tl.div_rn(amax_N1, tl.full(amax_N1.shape, E2M1_MAX, tl.float32)) * encode
-        scale_N1 = _choose_scale(x_NB, base_N1, g, decode, ERROR, LARGEST, TILED, TARGET)
+    scale_N1 = _block_scale(x_NB, g, encode, decode, ERROR, LARGEST, TILED, TARGET)
     factor_N1 = casts.decode_e4m3(scale_N1) * decode
     scaled_NB = x_NB * tl.minimum(tl.div_rn(1.0, factor_N1), FLT_MAX)
 
@@ -214,9 +237,8 @@ def dequantize_kernel(
     row_M = indices(row, ROWS)
     pair_MH = load_bytes(q_ptr, matrix, row_M, column // 2, rows, columns // 2, COLUMNS // 2)
     scale_MG = load_bytes(scale_ptr, matrix, row_M, column // BLOCK, rows, columns // BLOCK, BLOCKS)
-    outer = matrix * rows + row_M[:, None] if EACH_ROW else matrix
-    in_outer = row_M[:, None] < rows if EACH_ROW else row < rows
-    factor_MG = casts.decode_e4m3(scale_MG) * tl.load(global_scale_ptr + outer, mask=in_outer, other=0.0)
+    to_outer, in_outer = _outer_place(matrix, row_M, rows, EACH_ROW)
+    factor_MG = casts.decode_e4m3(scale_MG) * tl.load(global_scale_ptr + to_outer, mask=in_outer, other=0.0)
 
     q_NB = tl.reshape(casts.unpack_e2m1(pair_MH), (ROWS * BLOCKS, BLOCK))
     y_NB = tl.reshape(factor_MG, (ROWS * BLOCKS, 1)) * q_NB

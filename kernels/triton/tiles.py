@@ -64,6 +64,23 @@ def inside(row_M: tl.tensor, column_K: tl.tensor, rows: tl.tensor, columns: tl.t
 
 
 @triton.jit
+def load_values(
+    x_ptr: tl.tensor,
+    matrix: tl.tensor,
+    row_M: tl.tensor,
+    column_K: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride_matrix: tl.tensor,
+    stride_row: tl.tensor,
+    stride_column: tl.tensor,
+) -> tl.tensor:
+    """[M, K] float32 of a tensor with these strides; 0 from `rows` and `columns` on."""
+    from_MK = strided(matrix, row_M, column_K, stride_matrix, stride_row, stride_column)
+    return casts.to_float32(tl.load(x_ptr + from_MK, mask=inside(row_M, column_K, rows, columns), other=0))
+
+
+@triton.jit
 def store_values(
     y_ptr: tl.tensor,
     y: tl.tensor,
