@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from .meter import Meter, OnProgress
 from .report import Conversion, ConvertReport, Phase
 from .staging import Staging, Survey
 
-# What lowprec.json takes for one tensor and its pieces, generously; only for the check of free space.
-_MANIFEST_BYTES = 1000
+# What manifest, index and journal together take for one tensor, generously; only for the check of free space.
+_RECORD_BYTES = 4000
 
 
 @dataclass
@@ -33,13 +34,20 @@ class _Counts:
     written: int = 0
     kept: int = 0
     redone: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, *, written: int = 0, kept: int = 0, redone: int = 0) -> None:
+    def add(self, *, kept: int = 0, redone: int = 0) -> None:
         with self.lock:
-            self.written += written
             self.kept += kept
             self.redone += redone
+
+    def add_written(self, bytes_read: int, bytes_written: int) -> None:
+        with self.lock:
+            self.written += 1
+            self.bytes_read += bytes_read
+            self.bytes_written += bytes_written
 
 
 def convert_planned(
@@ -61,7 +69,7 @@ def convert_planned(
     found = staging.survey()
     if found is not Survey.FINISHED:
         small = sum(record.size for record in fingerprint if record.name not in source.shards)
-        staging.require_space(2 * small + _MANIFEST_BYTES * len(conversion.plan.steps))
+        staging.require_space(2 * small + _RECORD_BYTES * len(conversion.plan.steps))
         with staging.locked():
             found = staging.survey()  # another run may have ended since
             if found is not Survey.FINISHED:
@@ -78,15 +86,15 @@ def convert_planned(
         tensors_written=counts.written,
         tensors_kept=counts.kept,
         tensors_redone=counts.redone,
-        bytes_read=conversion.bytes_before,
-        bytes_written=sum(shard.size for shard in conversion.layout.shards),
+        bytes_read=counts.bytes_read,
+        bytes_written=counts.bytes_written,
         seconds=time.monotonic() - begin,
     )
 
 
 def require_apart(source: Path, target: Path) -> None:
     """Raises CheckpointError if source and target are one folder, or one lies in the other, through any links."""
-    real_source, real_target = source.resolve(), target.resolve()
+    real_source, real_target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if real_source == real_target or _same(source, target):
         raise CheckpointError(f"source and target are the same folder '{real_source}'; give another target")
     if any(_same(path, source) for path in real_target.parents):
@@ -135,7 +143,8 @@ class _Job:
         for step in pending:
             sources, outputs = run_step(self._computer, step, amax, self._sink)
             self._journal.append(step.tensor.name, Entry(source=sources, outputs=outputs))
-            self.counts.add(written=1)
+            written = sum(info.nbytes for info in self._conversion.outputs[step.tensor.name])
+            self.counts.add_written(step.source.nbytes, written)
             self._meter.report(Phase.CONVERT, step.tensor.name, step.source.nbytes)
 
     def _sink(self, name: str) -> Sink:

@@ -17,8 +17,6 @@ Outputs = Mapping[str, tuple[TensorInfo, ...]]  # logical name -> what is stored
 
 # Keys under which a source's config may say how it is quantized, wherever they stand in it.
 _QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = ("", "K", "M", "G", "T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +155,6 @@ def _shard(name: str, infos: Sequence[TensorInfo]) -> ShardLayout:
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """A key that sorts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name) if part]
-
-
-def parse_size(text: str) -> int:
-    """`5GB` or `500MiB` as bytes. Raises PlanError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise PlanError(f"'{text}' is not a size; write it as 5GB, 500MiB or a number of bytes")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWERS.index(unit.upper()))
 
 
 def config_with(config: Json, quantization: Json | None, dtype: str | None) -> Json:

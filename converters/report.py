@@ -144,7 +144,8 @@ class ConvertReport:
     """A finished conversion.
 
     nothing_to_do: the target was complete already. tensors_kept: finished by an earlier, interrupted run and checked
-    again. tensors_redone: finished by it, but damaged since, and done again.
+    again. tensors_redone: finished by it, but damaged since, and done again. bytes_read, bytes_written: of the tensors
+    that this run wrote.
     """
 
     target: str

@@ -74,7 +74,7 @@ class Staging:
         except FileNotFoundError:
             return Survey.EMPTY
         except OSError as error:
-            if self.target.is_file():
+            if os.path.isfile(self.target):
                 raise CheckpointError(f"target '{self.target}' is a file; give a folder") from None
             raise cannot_read(self.target, error) from None
         if {CONFIG, MANIFEST_NAME} <= names:

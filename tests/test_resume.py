@@ -189,10 +189,11 @@ def test_what_is_kept_is_counted_and_not_done_again(source: Path, whole: dict[st
     assert (report.tensors_kept, report.tensors_redone) == (21, 0)
     assert phases.count(Phase.CHECK) == 21
     assert report.tensors_written == len(report.conversion.plan.steps) - 21
+    assert 0 < report.bytes_read < report.conversion.bytes_before
     assert tree(tmp_path) == whole
     report = convert(source, tmp_path, RECIPE)
     assert report.nothing_to_do
-    assert report.tensors_written == 0
+    assert (report.tensors_written, report.bytes_read, report.bytes_written) == (0, 0, 0)
     assert tree(tmp_path) == whole
 
 

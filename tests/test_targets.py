@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,6 +67,17 @@ def test_targets_that_are_not_ours(tmp_path: Path) -> None:
     empty.mkdir()
     convert(QWEN3, empty, RECIPE)
     assert not verify(empty).faults
+
+
+def test_targets_whose_path_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for target, reason in (
+        (tmp_path / "loop" / "target", "Too many levels of symbolic links"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            convert(QWEN3, target, RECIPE)
+        assert str(caught.value) == f"'{target}' cannot be read: {reason}"
 
 
 def test_a_foreign_file_in_an_unfinished_target(tmp_path: Path) -> None:
@@ -234,8 +246,9 @@ def become_nobody() -> None:
 def test_sources_and_targets_without_permission(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and folder.is_relative_to(tempfile.gettempdir()) and not folder.is_mount():
+            folder.chmod(folder.stat().st_mode | 0o055)
     convert(QWEN3, tmp_path / "warm", RECIPE)  # loads what the child could not
     source = copy(QWEN3, tmp_path / "source")
     locked = tmp_path / "locked"
