@@ -112,20 +112,24 @@ def fake_quantize(x: Any, format: str | Options, *, backend: str = "auto", amax:
     return like(kernel.fake_quantize(array, chosen, given), x)
 
 
-def global_amax(x: Any, format: str | Options, *, backend: str = "auto", **options: Any) -> Array | None:
+def global_amax(x: Any, format: str | Options, *, backend: str = "auto", **options: Any) -> Any:
     """The global amax of a tensor, float32 [..] or [.., M]; None if the format has no global scale.
 
-    Partners share the maximum of theirs: pass it to `quantize(amax=...)`. A backend without a `global_amax` of its own
-    for numpy arrays leaves it to the reference; it is exact, so all give the same.
+    Partners share the maximum of theirs: pass it to `quantize(amax=...)`. A numpy array, but a torch tensor on the
+    device where the backend works there. A backend without a `global_amax` of its own leaves it to the reference; it is
+    exact, so all give the same.
     """
     chosen = _options(format, options)
     fmt = get_format(chosen.format)
+    if fmt.global_amax is None:
+        check_input(fmt.name, to_numpy(x))
+        return None
+    kernel = _load(backend, fmt, x)
+    if _takes_torch(kernel):
+        return kernel.global_amax(_tensor(x, backend), chosen)
     array = to_numpy(x)
     check_input(fmt.name, array)
-    if fmt.global_amax is None:
-        return None
-    kernel = _load(backend, fmt, array)
-    if _takes_torch(kernel) or not hasattr(kernel, "global_amax"):
+    if not hasattr(kernel, "global_amax"):
         return _global_amax(fmt, array, chosen)
     return np.asarray(kernel.global_amax(array, chosen))
 
@@ -252,11 +256,15 @@ def _load(backend: str, fmt: Format, x: Any) -> Any:
 def _import(backend: str, format_name: str) -> Any:
     """A kernel module. Raises BackendError if the backend cannot run here."""
     try:
-        return importlib.import_module(f"lowprec.kernels.{backend}.{format_name}")
+        kernel = importlib.import_module(f"lowprec.kernels.{backend}.{format_name}")
     except ModuleNotFoundError as error:
         if (error.name or "lowprec").partition(".")[0] == "lowprec":
             raise  # a fault of ours
         raise BackendError(f"backend '{backend}' needs the package '{error.name}', which is not installed") from error
+    why = kernel.unavailable() if hasattr(kernel, "unavailable") else None
+    if why:
+        raise BackendError(why)
+    return kernel
 
 
 def _on_nvidia(x: Any) -> bool:
