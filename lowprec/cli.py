@@ -9,12 +9,15 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from . import __version__, console
 from .errors import LowprecError, did_you_mean
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,6 +74,9 @@ _with_recipe = _option("--recipe", "-r", required=True, metavar="R", help="A rec
 _with_set = _option(
     "--set", "overrides", multiple=True, metavar="K=V", help="Change a key of the recipe: policy.last=0. Repeatable."
 )
+_with_engine = _option(
+    "--engine", metavar="E", help="Write it for this engine alone, in its own spelling. [default: the recipe's]"
+)
 _with_dtype = _option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -111,6 +117,7 @@ def cli(ctx: click.Context) -> None:
 @click.argument("target", metavar="DST")
 @_with_recipe
 @_with_set
+@_with_engine
 @_with_dtype
 @_with_shard
 @_with_workers
@@ -127,6 +134,7 @@ def convert(
     target: str,
     recipe: str,
     overrides: tuple[str, ...],
+    engine: str | None,
     dtype: str | None,
     max_shard_size: int | None,
     workers: int | None,
@@ -143,9 +151,9 @@ def convert(
     """
     from .converters import api
 
-    chosen = _overrides(overrides, dtype)
+    chosen = _recipe(recipe, overrides, engine, dtype)
     if dry_run:
-        plan = api.explain(source, recipe, overrides=chosen, force=force, max_shard_size=max_shard_size)
+        plan = api.explain(source, chosen, force=force, max_shard_size=max_shard_size)
         _show(plan, console.show_plan, as_json, quiet)
         return
     run.resumable = True
@@ -153,8 +161,7 @@ def convert(
         report = api.convert(
             source,
             target,
-            recipe,
-            overrides=chosen,
+            chosen,
             workers=workers,
             max_shard_size=max_shard_size,
             allow_nonfinite=allow_nonfinite,
@@ -168,6 +175,7 @@ def convert(
 @_source
 @_with_recipe
 @_with_set
+@_with_engine
 @_with_dtype
 @_with_shard
 @_with_force
@@ -177,6 +185,7 @@ def explain(
     source: str,
     recipe: str,
     overrides: tuple[str, ...],
+    engine: str | None,
     dtype: str | None,
     max_shard_size: int | None,
     force: bool,
@@ -189,8 +198,8 @@ def explain(
     """
     from .converters import api
 
-    chosen = _overrides(overrides, dtype)
-    plan = api.explain(source, recipe, overrides=chosen, force=force, max_shard_size=max_shard_size)
+    chosen = _recipe(recipe, overrides, engine, dtype)
+    plan = api.explain(source, chosen, force=force, max_shard_size=max_shard_size)
     _show(plan, console.show_plan, as_json)
 
 
@@ -249,8 +258,32 @@ def recipes(name: str | None) -> None:
         console.show_recipes([load_recipe(known) for known in list_recipes()])
 
 
-def _overrides(given: Sequence[str], dtype: str | None) -> tuple[str, ...]:
-    return (*given, f'dtype="{dtype}"') if dtype else tuple(given)
+@cli.command()
+@_with_json
+@_with_debug
+def doctor(as_json: bool) -> None:
+    """Say which kernels run on this machine.
+
+    All of them write the same bytes. Where no compiled ones are active a conversion is much slower; the reason says
+    why they are not.
+    """
+    from . import backends
+
+    found = backends.status()
+    if as_json:
+        console.as_json([backend._asdict() for backend in found])
+    else:
+        console.show_backends(found)
+
+
+def _recipe(name: str, overrides: Sequence[str], engine: str | None, dtype: str | None) -> Recipe:
+    """The recipe with what the command line says of it. Raises RecipeError."""
+    from .dialects.spelling import for_engine
+    from .recipe import load_recipe
+
+    said = (*overrides, f'dtype="{dtype}"') if dtype else overrides
+    recipe = load_recipe(name, said)
+    return for_engine(recipe, engine) if engine else recipe
 
 
 def _show(result: Any, show: Callable[[Any], None], as_json: bool, quiet: bool = False) -> None:

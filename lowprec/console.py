@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import sys
 import traceback
@@ -15,9 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from . import __version__
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from .backends import BackendStatus
     from .contract import TensorRule
     from .converters.report import Conversion, ConvertReport, InspectReport, Progress, RoleSummary, VerifyReport
     from .formats.base import Options
@@ -146,6 +150,13 @@ def show_inspected(report: InspectReport) -> None:
     )
 
 
+def show_backends(backends: Sequence[BackendStatus]) -> None:
+    """Which kernels there are."""
+    rows = [(item.name, "yes" if item.active else "no", ", ".join(item.formats), item.detail) for item in backends]
+    _table(("backend", "active", "formats", "how"), rows)
+    _facts((("lowprec", __version__), ("python", sys.version.partition(" ")[0]), ("platform", platform.platform())))
+
+
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
     """A progress bar on standard error, to be fed with reports; None if that is no terminal or `quiet`."""
@@ -270,7 +281,7 @@ def _options(options: Options) -> str:
     values = options.to_json()
     name = values.pop("format")
     words = (f"{key}={'x'.join(map(str, item)) if isinstance(item, list) else item}" for key, item in values.items())
-    return f"{name}({', '.join(words)})"
+    return f"{name}({', '.join(words)})" if values else name
 
 
 def _count(count: int, what: str) -> str:
