@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ noon; when the swallows fly low, a storm is near. Most people in the village wor
 bees on the hills. On market days they bring cheese, wool and honey to the square, and in the summer visitors come by
 train to walk along the coast and to swim in the small bay behind the church."""
 
-MODELS = {
+MODELS: dict[str, Callable[[Path], Any]] = {
     "SmolLM2-135M": save_smollm2,
     "Qwen3-MoE (random)": partial(make_checkpoint, "qwen3_moe", layers=6, experts=16),
     "DeepSeek-V3 (random)": partial(make_checkpoint, "deepseek_v3", layers=6, experts=16),
