@@ -1,13 +1,13 @@
-"""What a worker process does whose TRITON_INTERPRET is 1: run kernels on numpy arrays and compare every byte.
+"""Run the Triton kernels on numpy arrays and compare every byte.
 
-The interpreter is chosen when a kernel's file is imported, for the whole process; hence the worker.
+In a worker process whose TRITON_INTERPRET is 1 they are interpreted: that is chosen when a kernel's file is imported,
+for the whole process. In a process without it they run on the GPU.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 import triton
@@ -17,6 +17,7 @@ from hostile import Kernel, assert_same_values, load, plain
 
 from lowprec.formats import numerics as nm
 from lowprec.kernels.triton import casts, nvfp4
+from lowprec.kernels.triton.launch import target_of
 from lowprec.kernels.triton.swizzle import swizzle
 from lowprec.qtensor import like, to_numpy
 
@@ -27,8 +28,8 @@ def kernel_and_options(variant: tuple[str, dict[str, Any]]) -> tuple[Kernel, Any
 
 
 def tensor(x: Array) -> torch.Tensor:
-    """A torch tensor of the same bits."""
-    return like(x, torch.empty(0))
+    """A torch tensor of the same bits, where the kernels run."""
+    return like(x, torch.empty(0, device="cpu" if is_interpreted() else "cuda"))
 
 
 def is_interpreted() -> bool:
@@ -84,20 +85,20 @@ def compare_views(variant: tuple[str, dict[str, Any]], x: Array) -> None:
 def partner_amax(x: Array, partner: Array, options: dict[str, Any]) -> Array:
     kernel, parsed = kernel_and_options(("nvfp4", options))
     assert_same_bits(
-        nvfp4.global_amax(tensor(x), parsed).numpy(), np.asarray(kernel.format.global_amax(x, parsed)), None, "amax"
+        to_numpy(nvfp4.global_amax(tensor(x), parsed)), np.asarray(kernel.format.global_amax(x, parsed)), None, "amax"
     )
-    return nvfp4.global_amax(tensor(x), parsed, tensor(partner)).numpy()
+    return to_numpy(nvfp4.global_amax(tensor(x), parsed, tensor(partner)))
 
 
 def swizzled(scale: Array) -> Array:
-    return swizzle(tensor(scale)).numpy()
+    return to_numpy(swizzle(tensor(scale)))
 
 
 def error_of(function: str, variant: tuple[str, dict[str, Any]], x: torch.Tensor) -> str:
     """The message of what the call raises; empty if it raises nothing."""
     kernel, options = kernel_and_options(variant)
     try:
-        getattr(kernel.module, function)(x, options)
+        getattr(kernel.module, function)(x if is_interpreted() else x.cuda(), options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -107,31 +108,37 @@ def error_of(function: str, variant: tuple[str, dict[str, Any]], x: torch.Tensor
 
 
 @triton.jit
-def _cast_kernel(x_ptr, code_ptr, value_ptr, half_ptr, WHICH: tl.constexpr, N: tl.constexpr) -> None:
-    at = tl.arange(0, N)
+def _cast_kernel(
+    x_ptr, code_ptr, value_ptr, half_ptr, WHICH: tl.constexpr, N: tl.constexpr, TARGET: tl.constexpr
+) -> None:
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    total = tl.num_programs(0) * N
     x = tl.load(x_ptr + at)
     if WHICH == 0:
-        code, value, rounded = casts.encode_e4m3(x, 0), casts.decode_e4m3(casts.encode_e4m3(x, 0)), casts.round_e4m3(x)
+        code, rounded = casts.encode_e4m3(x, TARGET), casts.round_e4m3(x)
+        value = casts.decode_e4m3(code)
     elif WHICH == 1:
-        pair = casts.encode_e2m1_pairs(x, tl.zeros_like(x), 0)
-        code, value, rounded = pair, casts.decode_e2m1(pair), casts.round_e2m1(x)
+        code, rounded = casts.encode_e2m1_pairs(x, tl.zeros_like(x), TARGET), casts.round_e2m1(x)
+        value = casts.decode_e2m1(code)
     else:
-        a = tl.where(x == x, tl.abs(x), 0.0)
-        code = casts.encode_e8m0(a, 0).to(tl.uint8)
+        code = casts.encode_e8m0(tl.where(x == x, tl.abs(x), 0.0), TARGET).to(tl.uint8)
         value, rounded = casts.decode_e8m0(code), casts.e8m0_multiplier(code)
     tl.store(code_ptr + at, code)
     tl.store(value_ptr + at, value)
-    tl.store(value_ptr + N + at, rounded)
-    tl.store(half_ptr + at, casts.from_float32(x, tl.int16, 0))
+    tl.store(value_ptr + total + at, rounded)
+    tl.store(half_ptr + at, casts.from_float32(x, tl.int16, TARGET))
 
 
 def run_casts(x: Array, which: int) -> tuple[Array, Array, Array, Array]:
     """(code, decoded code, rounded, bfloat16 bits) of float32 values; x has a power of two of them."""
-    n = x.size
-    code, value = torch.empty(n, dtype=torch.uint8), torch.empty(2, n)
-    half = torch.empty(n, dtype=torch.int16)
-    _cast_kernel[(1,)](torch.from_numpy(x), code, value, half, WHICH=which, N=n)
-    return code.numpy(), value[0].numpy(), value[1].numpy(), half.numpy().view(ml_dtypes.bfloat16)
+    given, n = tensor(x), 1 << 14 if not is_interpreted() else x.size
+    code = torch.empty(x.size, dtype=torch.uint8, device=given.device)
+    value, half = torch.empty(2, x.size, device=given.device), torch.empty_like(given, dtype=torch.int16)
+    target = target_of(given.device)
+    _cast_kernel[(x.size // n,)](
+        given, code, value, half, WHICH=which, N=n, TARGET=target, num_warps=8, enable_fp_fusion=False
+    )
+    return to_numpy(code), *to_numpy(value), to_numpy(half.view(torch.bfloat16))
 
 
 def compare_casts() -> int:
