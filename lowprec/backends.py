@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import tiles
 from .errors import BackendError, FormatError, did_you_mean
 from .formats import BUILTIN, get_format
-from .formats.base import INPUT_DTYPES, Array, ArraySpec, Format, Options, Quantized, Shape, check_input
+from .formats.base import INPUT_DTYPES, Array, Format, Options, Quantized, Shape, check_input
 from .qtensor import QTensor, dtype_of, is_torch, like, to_numpy
 
 REFERENCE = "reference"
 AUTO = ("cpu", REFERENCE)  # "auto" takes the first of these that is there: the fastest first
 AUTO_ON_GPU = ("triton", *AUTO)  # for a torch tensor on a GPU
-TILE_ELEMENTS = 1 << 16  # 256 KiB of float32: a handful of temporaries fit in a core's second-level cache
 
 
 def quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any = None, **options: Any) -> QTensor:
@@ -56,7 +54,7 @@ def quantize(x: Any, format: str | Options, *, backend: str = "auto", amax: Any 
     fmt.layout(array.shape, chosen)  # refuses a shape that it cannot hold before any backend is asked
     given = None if amax is None else _given_amax(fmt, chosen, array.shape, amax)
     if kernel is None:
-        result = _quantize_tiles(fmt, array, chosen, given)
+        result = tiles.quantize(fmt, array, chosen, given)
     else:
         result = Quantized(*kernel.quantize(array, chosen, given))
     return QTensor(
@@ -88,7 +86,7 @@ def dequantize(q: QTensor, dtype: Any = "bfloat16", *, backend: str = "auto") ->
     outer = None if q.global_scale is None else to_numpy(q.global_scale)
     arrays = Quantized(to_numpy(q.qdata), to_numpy(q.scale), outer)
     if kernel is None:
-        result = _dequantize_tiles(fmt, arrays, q.options, q.shape, target)
+        result = tiles.dequantize(fmt, arrays, q.options, q.shape, target)
     else:
         result = kernel.dequantize(arrays, q.options, target)
     return like(result, q.qdata)
@@ -112,6 +110,33 @@ def fake_quantize(x: Any, format: str | Options, *, backend: str = "auto", amax:
     return like(kernel.fake_quantize(array, chosen, given), x)
 
 
+def quantize_into(x: Array, options: Options, out: Quantized, amax: Array | None = None) -> None:
+    """`quantize` on the fastest backend for the host, into arrays of the layout of `x`, or parts of larger ones.
+
+    A tensor with one global amax for each matrix may come in stripes of `row_alignment` rows if `amax` is that of all
+    of it. Raises FormatError.
+    """
+    fmt = get_format(options.format)
+    check_input(fmt.name, x)
+    given = None if amax is None else _given_amax(fmt, options, x.shape, amax)
+    kernel = _load("auto", fmt, x)
+    if kernel is None:
+        tiles.quantize(fmt, x, options, given, out)
+    else:
+        kernel.quantize_into(x, options, out, given)
+
+
+def dequantize_into(q: QTensor, y: Array) -> None:
+    """`dequantize` on the fastest backend for the host, into an array of its shape. Raises FormatError."""
+    q.validate()
+    fmt = get_format(q.format)
+    kernel = _load("auto", fmt, q.qdata)
+    if kernel is None:
+        tiles.dequantize(fmt, q.arrays, q.options, q.shape, y.dtype, y)
+    else:
+        kernel.dequantize_into(q.arrays, q.options, y)
+
+
 def global_amax(x: Any, format: str | Options, *, backend: str = "auto", **options: Any) -> Any:
     """The global amax of a tensor, float32 [..] or [.., M]; None if the format has no global scale.
 
@@ -130,7 +155,7 @@ def global_amax(x: Any, format: str | Options, *, backend: str = "auto", **optio
     array = to_numpy(x)
     check_input(fmt.name, array)
     if not hasattr(kernel, "global_amax"):
-        return _global_amax(fmt, array, chosen)
+        return tiles.global_amax(fmt, array, chosen)
     return np.asarray(kernel.global_amax(array, chosen))
 
 
@@ -273,100 +298,3 @@ def _on_nvidia(x: Any) -> bool:
 
 def _takes_torch(kernel: Any) -> bool:
     return bool(getattr(kernel, "TAKES_TORCH", False))
-
-
-# ---- the reference, tile by tile -----------------------------------------------------------------------
-
-
-class _Tile(NamedTuple):
-    """Where a tile lies: the index of its matrix, its rows and its columns."""
-
-    matrix: tuple[int, ...]
-    rows: slice
-    columns: slice
-
-    @property
-    def index(self) -> Any:
-        """Index of the tile in an array [.., M, K]."""
-        return (*self.matrix, self.rows, self.columns)
-
-    def outer(self, array: Array) -> Any:
-        """Index of the tile's part of an array [..] or [.., M]."""
-        return (*self.matrix, self.rows)[: array.ndim]
-
-    def piece(self, array: Array, begin: ArraySpec, size: Shape) -> Array:
-        """The tile's part, of `size` [rows, columns], of a packed or scale array."""
-        row, column = begin.shape
-        out: Array = array[self.matrix][row : row + size[0], column : column + size[1]]
-        return out
-
-
-def _tiles(shape: Shape, options: Options) -> Iterator[_Tile]:
-    """Tiles of about TILE_ELEMENTS that cut no block."""
-    *lead, m, k = shape
-    row_step = max(TILE_ELEMENTS // max(k, 1) // options.row_alignment, 1) * options.row_alignment
-    column_step = k
-    if row_step * k > TILE_ELEMENTS:
-        wide = options.column_alignment
-        column_step = max(TILE_ELEMENTS // row_step // wide, 1) * wide
-    for index in np.ndindex(*lead):
-        for row in range(0, m, row_step):
-            for column in range(0, k, max(column_step, 1)):
-                rows, columns = slice(row, min(row + row_step, m)), slice(column, min(column + column_step, k))
-                yield _Tile(index, rows, columns)
-
-
-def _global_amax(fmt: Format, x: Array, options: Options) -> Array | None:
-    """`fmt.global_amax` without temporaries of the tensor's size."""
-    spec = fmt.layout(x.shape, options).global_scale
-    if fmt.global_amax is None or spec is None:
-        return None
-    if x.size <= TILE_ELEMENTS:
-        return np.asarray(fmt.global_amax(x, options))
-    out = np.zeros(spec.shape, dtype=np.float32)
-    for tile in _tiles(x.shape, options):
-        where = tile.outer(out)
-        out[where] = np.maximum(out[where], fmt.global_amax(x[tile.index], options))
-    return out
-
-
-def _quantize_tiles(fmt: Format, x: Array, options: Options, amax: Array | None) -> Quantized:
-    """`fmt.quantize`, byte for byte, without temporaries of the tensor's size."""
-    if amax is None:
-        amax = _global_amax(fmt, x, options)
-    if x.size <= TILE_ELEMENTS:
-        return fmt.quantize(x, options, amax)
-    qdata, scale, outer = fmt.layout(x.shape, options)
-    out = Quantized(
-        np.empty(qdata.shape, qdata.dtype),
-        np.empty(scale.shape, scale.dtype),
-        None if outer is None else np.empty(outer.shape, outer.dtype),
-    )
-    for tile in _tiles(x.shape, options):
-        given = None if amax is None else amax[tile.outer(amax)]
-        part = fmt.quantize(np.ascontiguousarray(x[tile.index]), options, given)
-        begin = fmt.layout((tile.rows.start, tile.columns.start), options)
-        tile.piece(out.qdata, begin.qdata, part.qdata.shape)[...] = part.qdata
-        tile.piece(out.scale, begin.scale, part.scale.shape)[...] = part.scale
-        if out.global_scale is not None:
-            out.global_scale[tile.outer(out.global_scale)] = part.global_scale
-    return out
-
-
-def _dequantize_tiles(fmt: Format, arrays: Quantized, options: Options, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """`fmt.dequantize`, byte for byte, without temporaries of the tensor's size."""
-    if math.prod(shape) <= TILE_ELEMENTS:
-        return fmt.dequantize(arrays, options, dtype)
-    out = np.empty(shape, dtype)
-    outer = arrays.global_scale
-    for tile in _tiles(shape, options):
-        rows, columns = tile.rows, tile.columns
-        begin = fmt.layout((rows.start, columns.start), options)
-        size = fmt.layout((rows.stop - rows.start, columns.stop - columns.start), options)
-        part = Quantized(
-            np.ascontiguousarray(tile.piece(arrays.qdata, begin.qdata, size.qdata.shape)),
-            tile.piece(arrays.scale, begin.scale, size.scale.shape),
-            None if outer is None else outer[tile.outer(outer)],
-        )
-        out[tile.index] = fmt.dequantize(part, options, dtype)
-    return out

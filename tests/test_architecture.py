@@ -25,6 +25,7 @@ ORDER = (
     {"recipes"},  # data
     {"recipe"},
     {"contract"},
+    {"tiles"},
     {"backends"},
     {"plan"},
     {"dialects"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from variants import EVERY_VARIANT, some
 
 import lowprec
-from lowprec import backends
+from lowprec import backends, tiles
 from lowprec.formats import get_format
 from lowprec.formats.base import Quantized
 
@@ -116,7 +116,7 @@ def test_tiles_change_nothing(variant, data, monkeypatch) -> None:
     options = fmt.options.parse(variant[1])
     whole = fmt.quantize(x, options, None)
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "TILE_ELEMENTS", tile)
+        patch.setattr(tiles, "TILE_ELEMENTS", tile)
         q = lowprec.quantize(x, options, backend="reference")
         same(q.arrays, whole)
         values = lowprec.dequantize(q, x.dtype, backend="reference")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fingerprint import fingerprint
 
-from lowprec import backends
+from lowprec import backends, tiles
 from lowprec.formats import BUILTIN, get_format
 from lowprec.kernels.cpu import _build
 from lowprec.kernels.cpu import status as cpu_status
@@ -85,8 +85,8 @@ def test_they_run_here() -> None:
 
 def test_auto_takes_them(monkeypatch) -> None:
     x = np.ones((128, 128), np.float32)
-    monkeypatch.setattr(backends, "_quantize_tiles", None)
-    monkeypatch.setattr(backends, "_dequantize_tiles", None)
+    monkeypatch.setattr(tiles, "quantize", None)
+    monkeypatch.setattr(tiles, "dequantize", None)
     for name in BUILTIN:
         backends.dequantize(backends.quantize(x, name))
         backends.fake_quantize(x, name)
