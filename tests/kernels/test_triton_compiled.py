@@ -19,8 +19,15 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 import triton_report
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton_report import TARGETS, Compiled, compile_ahead, plans
+
+from lowprec.kernels.triton import casts
+from lowprec.kernels.triton.launch import Launch
 
 ROOT = Path(__file__).parents[2]
 KERNELS: dict[str, Any] = {name: plan.launches for name, plan in plans()}
@@ -81,6 +88,69 @@ def test_the_error_sum_of_four_over_six_is_in_order() -> None:
         length[result] = 1 + max(length.get(operand, 0) for operand in operands)
     assert sorted(length.values())[-2:] == [16, 16]
     assert not re.search(r"add(\.rn)?\.f32x2", ptx)
+
+
+@triton.jit
+def _cast_kernel(x_ptr, code_ptr, N: tl.constexpr, E2M1: tl.constexpr, TARGET: tl.constexpr) -> None:
+    x = tl.load(x_ptr + tl.arange(0, N))
+    if E2M1:
+        pairs = casts.pack_e2m1(tl.reshape(x, (N // 32, 32)), TARGET)
+        tl.store(code_ptr + tl.arange(0, N // 2), tl.reshape(pairs, (N // 2,)))
+    else:
+        tl.store(code_ptr + tl.arange(0, N), casts.encode_e4m3(x, TARGET))
+
+
+@pytest.mark.parametrize("e2m1", [False, True], ids=["e4m3", "e2m1"])
+def test_operands_of_the_hardware_casts_are_in_order(e2m1) -> None:
+    """PTX puts the first operand into the high half, so it must be the odd element of a pair."""
+    launch = Launch(
+        kernel=_cast_kernel,
+        programs=1,
+        arguments={"x_ptr": torch.empty(1), "code_ptr": torch.empty(1, dtype=torch.uint8)},
+        constants={"N": 1024, "E2M1": e2m1},
+        warps=1,
+    )
+    ptx = compile_ahead(launch, 100).ptx
+    element = {}
+    for registers in re.findall(r"ld\.global\.v4\.b32 \{([^}]*)\}", ptx):
+        for register in registers.replace(" ", "").split(","):
+            element[register] = len(element)
+    pairs = re.findall(rf"{E2M1 if e2m1 else E4M3} \w+, (%\w+), (%\w+);", ptx)
+    assert [(element[high], element[low]) for high, low in pairs] == [(i + 1, i) for i in range(0, 32, 2)]
+    order = "first, second, third, fourth" if e2m1 else "low, high"
+    assert ptx.count(f"{{{order}}}") == len(pairs) // (4 if e2m1 else 2)
+
+
+class GpuThatOnlyCompiles:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@pytest.mark.parametrize("name", ["fp8 1x128 te: quantize", "mxfp4 even: dequantize", "nvfp4 row: fake_quantize"])
+def test_a_launch_compiles_the_same_code(name) -> None:
+    """Names, order and specialisation of the arguments as `Launch.run` gives them; all but the launch itself."""
+    driver.set_active(GpuThatOnlyCompiles())
+    try:
+        for launch in KERNELS[name]:
+            arguments = {
+                key: torch.empty(64, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+                for key, value in launch.arguments.items()
+            }
+            constants = launch.constants | ({"TARGET": 90} if "TARGET" in launch.kernel.arg_names else {})
+            made = launch.kernel.warmup(
+                **arguments, **constants, num_warps=launch.warps, enable_fp_fusion=False, grid=(launch.programs,)
+            )
+            assert made.asm["ptx"] == compile_ahead(launch, 90).ptx
+    finally:
+        driver.set_active(None)
 
 
 @pytest.mark.parametrize("name", ["fp8 128x128 te", "mxfp8", "mxfp4 rceil", "nvfp4 tensor", "nvfp4 4over6 mae"])

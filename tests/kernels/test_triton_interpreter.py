@@ -86,6 +86,14 @@ def test_no_elements(run, variant, shape) -> None:
     run(interpreted.compare, variant, np.zeros(shape, BF16))
 
 
+@every_variant([variant for variant in CASES if variant[1].get("block") != ODD_BLOCK])
+def test_nothing_but_nan(run, variant) -> None:
+    """A block of NaN alone has amax 0, or NaN; beside it there is an ordinary one."""
+    x = np.ones((2, *shape_for(variant)), BF16)
+    x[0] = np.nan
+    run(interpreted.compare_bytes, variant, x)
+
+
 # ---- inputs that tell implementations apart -----------------------------------------------------------
 
 
