@@ -35,9 +35,18 @@ class ShardReader:
         placed = self.header.tensors[name]
         return as_array(_read_range(self.path, placed.offset, placed.info.nbytes), placed.info)
 
-    def chunks(self, name: str) -> Iterator[Bytes]:
-        """One tensor's bytes in order, at most `CHUNK` at a time. Raises CheckpointError."""
-        return _read_chunks(self.path, self.header.tensors[name])
+    def chunks(self, name: str, buffer: Bytes | None = None) -> Iterator[Bytes]:
+        """One tensor's bytes in order, at most `CHUNK` at a time. Raises CheckpointError.
+
+        With a `buffer` every piece lies in it, and is gone when the next is asked for.
+        """
+        return _read_chunks(self.path, self.header.tensors[name], buffer)
+
+    def read_into(self, name: str, start: int, data: Bytes) -> None:
+        """Fill `data` with the tensor's bytes from `start` on. Raises CheckpointError."""
+        placed = self.header.tensors[name]
+        assert start + data.nbytes <= placed.info.nbytes, "a piece must lie inside its tensor"
+        _read_into(self.path, placed.offset + start, data)
 
 
 class ShardWriter:
@@ -122,21 +131,36 @@ def as_array(data: Bytes, info: TensorInfo) -> Array:
     return data.view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
 
 
-def _read_chunks(path: Path, placed: Placed) -> Iterator[Bytes]:
-    for start in range(0, placed.info.nbytes, CHUNK):
-        yield _read_range(path, placed.offset + start, min(CHUNK, placed.info.nbytes - start))
+def _read_chunks(path: Path, placed: Placed, buffer: Bytes | None = None) -> Iterator[Bytes]:
+    size = CHUNK if buffer is None else buffer.nbytes
+    for start in range(0, placed.info.nbytes, size):
+        count = min(size, placed.info.nbytes - start)
+        piece = allocate(count, path) if buffer is None else buffer[:count]
+        _read_into(path, placed.offset + start, piece)
+        yield piece
+
+
+def allocate(count: int, path: Path) -> Bytes:
+    """Fresh memory for a piece of a file. Raises CheckpointError if there is none."""
+    try:
+        return np.empty(count, np.uint8)
+    except MemoryError:
+        raise CheckpointError(f"'{path}': no memory for a tensor of {count} bytes; use fewer --workers") from None
 
 
 def _read_range(path: Path, offset: int, count: int) -> Bytes:
-    """Exactly `count` bytes. Raises CheckpointError, also if the file became shorter since its header was read."""
-    try:
-        data = np.empty(count, np.uint8)
-    except MemoryError:
-        raise CheckpointError(f"'{path}': no memory for a tensor of {count} bytes; use fewer --workers") from None
+    """Exactly `count` bytes. Raises CheckpointError."""
+    data = allocate(count, path)
+    _read_into(path, offset, data)
+    return data
+
+
+def _read_into(path: Path, offset: int, data: Bytes) -> None:
+    """Fill `data`. Raises CheckpointError, also if the file became shorter since its header was read."""
     descriptor = open_regular(path)
     try:
         done = 0
-        while done < count:
+        while done < data.nbytes:
             read = os.preadv(descriptor, [data.data[done:]], offset + done)
             if not read:
                 raise CheckpointError(f"'{path}' became shorter while it was read")
@@ -145,7 +169,6 @@ def _read_range(path: Path, offset: int, count: int) -> Bytes:
         raise cannot_read(path, error) from None
     finally:
         os.close(descriptor)
-    return data
 
 
 def _write_all(descriptor: int, data: Bytes, offset: int) -> None:

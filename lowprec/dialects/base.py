@@ -40,6 +40,16 @@ class Dialect(abc.ABC):
     def decode(self, options: Options, shape: Shape, arrays: Mapping[str, Array]) -> QTensor:
         """Inverse of `encode`. Raises CheckpointError if dtypes or shapes are not those of `parts`."""
 
+    def row_pieces(self, options: Options) -> Mapping[str, str]:
+        """Word -> "qdata" or "scale", for pieces stored as that array is, so that rows can be written as they come.
+
+        All other pieces must follow from the options, the shape and the global scale alone; `encode` and `decode` then
+        are given the right ones, and for the row pieces arrays of the right dtype and shape without their values.
+        Empty: a weight is encoded and decoded whole.
+        """
+        del options
+        return {}
+
     @abc.abstractmethod
     def recognizes(self, config: Json) -> bool:
         """Whether a source's config.json (with hf_quant_config.json under its key, if there is one) is this dialect."""

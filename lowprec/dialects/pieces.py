@@ -149,6 +149,10 @@ class PieceDialect(Dialect):
         self._check_arrays(tensor.options, tensor.shape, {**arrays, **self.constants(tensor)})
         return {**arrays, **self.constants(tensor)}
 
+    def row_pieces(self, options: Options) -> Mapping[str, str]:
+        """See `Dialect.row_pieces`. A subclass that encodes otherwise must say so here as well."""
+        return {word: field for word, field in self.words(options).items() if field in ("qdata", "scale")}
+
     def decode(self, options: Options, shape: Shape, arrays: Mapping[str, Array]) -> QTensor:
         """See `Dialect.decode`."""
         self._check_arrays(options, shape, arrays)
