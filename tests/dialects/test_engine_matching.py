@@ -109,7 +109,12 @@ def engine_of(rule: Rule) -> str:
     return next((engine for engine in ENGINES if name.startswith(engine)), "transformers")
 
 
-@pytest.mark.parametrize(("rule", "model_type", "entries", "module", "expected"), ROWS, ids=str)
+def word(value: object) -> str:
+    """A value in a test's name: the same in every process, which a function's address is not."""
+    return str(getattr(value, "__name__", value))
+
+
+@pytest.mark.parametrize(("rule", "model_type", "entries", "module", "expected"), ROWS, ids=word)
 def test_rule(rule: Rule, model_type: str, entries: list[str], module: str, expected: bool | str) -> None:
     packed = ENGINES[engine_of(rule)].packed_for(model_type)
     try:
@@ -119,7 +124,7 @@ def test_rule(rule: Rule, model_type: str, entries: list[str], module: str, expe
     assert found == expected
 
 
-@pytest.mark.parametrize("rule", [matching.sglang_compressed_tensors, matching.transformers_fp8], ids=str)
+@pytest.mark.parametrize("rule", [matching.sglang_compressed_tensors, matching.transformers_fp8], ids=word)
 def test_an_entry_that_is_no_regular_expression_stops_the_engine(rule: Rule) -> None:
     with pytest.raises(EngineRefusesError, match="no regular expression"):
         rule(IgnoreList(["re:(", "("]), f"{L0}.self_attn.o_proj", {})
