@@ -154,8 +154,8 @@ def decode_e4m3(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _clamp_e2m1(x: tl.tensor) -> tl.tensor:
-    """Saturate at 6. NaN becomes +6: `minimum` gives the operand that is none, and then it has a plus sign."""
-    return tl.maximum(tl.minimum(x, E2M1_MAX), -E2M1_MAX)
+    """Saturate at 6. NaN, which no comparison holds for, becomes +6."""
+    return tl.maximum(tl.where(x < E2M1_MAX, x, E2M1_MAX), -E2M1_MAX)
 
 
 @triton.jit
