@@ -35,6 +35,7 @@ Json = dict[str, Any]
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 SINGLE = "model.safetensors"
+SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
 
@@ -82,13 +83,9 @@ class Checkpoint:
         """One stored tensor. Raises CheckpointError."""
         return self.shards[self.shard_of[name]].read(name)
 
-    def chunks(self, name: str, buffer: Bytes | None = None) -> Iterator[Bytes]:
-        """One stored tensor's bytes, a piece at a time, all in `buffer` if there is one. Raises CheckpointError."""
-        return self.shards[self.shard_of[name]].chunks(name, buffer)
-
-    def read_into(self, name: str, start: int, data: Bytes) -> None:
-        """Fill `data` with one stored tensor's bytes from `start` on. Raises CheckpointError."""
-        self.shards[self.shard_of[name]].read_into(name, start, data)
+    def chunks(self, name: str) -> Iterator[Bytes]:
+        """One stored tensor's bytes, a piece at a time. Raises CheckpointError."""
+        return self.shards[self.shard_of[name]].chunks(name)
 
     def fingerprint(self) -> tuple[FileRecord, ...]:
         """What the result is made from: shards by size and header, every other file that is read by its content."""
@@ -177,7 +174,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     """Tensor -> file name, and the total size that the index claims.
 
     Raises:
-        CheckpointError: not an index, a tensor named twice, or a file name that is not one of the folder itself.
+        CheckpointError: not an index, a tensor named twice, or a name that is not that of a safetensors file of the
+            folder itself.
     """
     index = read_json(resolved(path.parent, path.name))
     weight_map = index.get("weight_map")
@@ -186,6 +184,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.isprintable() or "/" in shard or shard in ("", ".", ".."):
             raise CheckpointError(f"'{path}' places tensor {name!r} in {shard!r}, which is not a file of the folder")
+        if not shard.endswith(SUFFIX) or shard.startswith("."):
+            raise CheckpointError(f"'{path}' places tensor {name!r} in {shard!r}, which is no {SUFFIX} file")
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return weight_map, total_size if type(total_size) is int else None

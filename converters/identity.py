@@ -49,7 +49,7 @@ class Identity:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of state.json."""
+        """The content of .state.json."""
         return {
             "format_version": self.format_version,
             "contract": self.contract,

@@ -11,7 +11,7 @@ from pathlib import Path
 from lowprec.checkpoint.files import cannot_write
 from lowprec.errors import CheckpointError
 
-LOCK = "lock"
+LOCK = ".lock"
 _ATTEMPTS = 100
 
 

@@ -11,7 +11,7 @@ from lowprec.contract import Contract, resolve
 from lowprec.dialects import detect, get_dialect
 from lowprec.dialects.base import Dialect
 from lowprec.dialects.engines import expressible, ignore_list
-from lowprec.errors import CheckpointError, PlanError
+from lowprec.errors import CheckpointError, PlanError, RecipeError
 from lowprec.plan import Action, Plan, SourceTensor, Step, TensorInfo, build_plan
 from lowprec.recipe import Recipe
 
@@ -38,6 +38,7 @@ def plan_conversion(source: Checkpoint, recipe: Recipe, *, force: bool, max_shar
     Raises:
         RecipeError, PlanError, CheckpointError: see `lowprec.converters.api.explain`.
     """
+    _require_dialect(recipe)
     dialect = detect(source.config)
     index = dialect.logical(source.config, source.infos())
     family = family_of(source.config, str(source.folder))
@@ -62,6 +63,14 @@ def plan_conversion(source: Checkpoint, recipe: Recipe, *, force: bool, max_shar
             f"no engine of recipe '{recipe.name}' could load the result ({reasons}); --force converts anyway"
         )
     return conversion
+
+
+def _require_dialect(recipe: Recipe) -> None:
+    """Raises RecipeError if the recipe names a dialect that nobody knows."""
+    try:
+        get_dialect(recipe.dialect)
+    except PlanError as error:
+        raise RecipeError(f"recipe '{recipe.name}': {error}") from None
 
 
 def plan_of_manifest(manifest: Manifest, config: Json, name: str) -> Conversion:
@@ -96,7 +105,7 @@ def _plan(given: _Input, contract: Contract, family: Family, max_shard_size: int
     dialect = get_dialect(contract.dialect)
     outputs = {step.tensor.name: stored_for(step, dialect) for step in plan.steps}
     ignore = ignore_list(plan, dialect)
-    engines = dict(sorted(expressible(plan, dialect).items()))  # a contract gives no order, a recipe does
+    engines = dict(sorted(expressible(plan, dialect, ignore=ignore).items()))  # a contract gives no order, a recipe does
     section, extra = dialect.config(plan, ignore)
     dequantized = any(step.action is Action.DEQUANTIZE for step in plan.steps)
     config = config_with(given.config, section, contract.dtype if dequantized else None)

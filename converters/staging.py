@@ -2,11 +2,12 @@
 
 Kill it at any moment: the next run finds a complete target, or this folder with
 
-    lock            held by the run at work; two runs exclude each other
-    state.json      what the target is made from
-    journal.jsonl   one line for each finished tensor
+    .lock           held by the run at work; two runs exclude each other
+    .state.json     what the target is made from
+    .journal.jsonl  one line for each finished tensor
     *.safetensors   files of their full size that fill up
 
+Our own names begin with a dot, which no file of a result does, so none of them can take another's place.
 config.json moves last, so a target that has one is complete, and no engine loads one that is not.
 """
 
@@ -31,8 +32,10 @@ from .lock import LOCK, locked
 from .report import Conversion
 
 PARTIAL = ".lowprec-partial"
-_STATE = "state.json"
-_JOURNAL = "journal.jsonl"
+_STATE = ".state.json"
+_JOURNAL = ".journal.jsonl"
+_NEW_STATE = ".state.new"
+_OWN = frozenset({LOCK, _STATE, _NEW_STATE, _JOURNAL})
 _BLOCK = 512  # the unit of st_blocks, whatever the file system's own is
 
 
@@ -60,6 +63,7 @@ class Staging:
         self._writer_of = {name: self.writers[shard] for name, shard in conversion.layout.weight_map().items()}
         self._names = {*self.writers, *conversion.configs, MANIFEST_NAME, INDEX}
         self._names |= {name.partition("/")[0] for name in conversion.layout.carried}
+        self._parents = {name.partition("/")[0] for name in conversion.layout.carried if "/" in name}
 
     # ---- before the lock: reads only ---------------------------------------------------------------------------
 
@@ -83,6 +87,7 @@ class Staging:
         state = self.folder / _STATE
         begun = state.exists()
         foreign = sorted(names - {PARTIAL} - (self._names if begun else set()))
+        foreign += self._foreign_in_folder()
         if begun:
             self._identity.require_same(read_json(state), self.target)
         if foreign:
@@ -91,6 +96,27 @@ class Staging:
                 "give a new or empty folder"
             )
         return Survey.BEGUN if begun else Survey.EMPTY
+
+    def _foreign_in_folder(self) -> list[str]:
+        """What lies in the partial folder or in its place and is not ours: we would write through it, or remove it.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+            return [PARTIAL]
+        try:
+            with os.scandir(self.folder) as entries:
+                return sorted(f"{PARTIAL}/{entry.name}" for entry in entries if not self._is_ours(entry))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise cannot_read(self.folder, error) from None
+
+    def _is_ours(self, entry: os.DirEntry[str]) -> bool:
+        if entry.name not in self._names | _OWN:
+            return False
+        return entry.is_file(follow_symlinks=False) or (entry.name in self._parents and not entry.is_symlink())
 
     def require_space(self, others: int) -> None:
         """Refuse to start if the result cannot fit. `others`: bytes of everything but the shards.
@@ -139,8 +165,8 @@ class Staging:
         """
         state = self.folder / _STATE
         if not state.exists():
-            write_file(state.with_suffix(".new"), json.dumps(self._identity.to_json(), sort_keys=True).encode())
-            _move(state.with_suffix(".new"), state)
+            write_file(self.folder / _NEW_STATE, json.dumps(self._identity.to_json(), sort_keys=True).encode())
+            _move(self.folder / _NEW_STATE, state)
             sync_folder(self.folder)
         journal = Journal(self.folder / _JOURNAL)
         fresh = set()

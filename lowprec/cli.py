@@ -5,10 +5,12 @@ Exit codes: 0 done; 1 it failed, or `verify` found faults; 2 the command line or
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -26,6 +28,7 @@ USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -53,8 +56,8 @@ class Commands(click.Group):
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB, 500MB or 2GiB. Raises BadParameter."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    count = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", text.strip().lower())
+    count = int(Decimal(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if not count:
         raise click.BadParameter(f"'{text}' is not a size such as 5GB, 500MB or 2GiB")
     return count
@@ -283,7 +286,7 @@ def _recipe(name: str, overrides: Sequence[str], engine: str | None, dtype: str 
 
     said = (*overrides, f'dtype="{dtype}"') if dtype else overrides
     recipe = load_recipe(name, said)
-    return for_engine(recipe, engine) if engine else recipe
+    return recipe if engine is None else for_engine(recipe, engine)
 
 
 def _show(result: Any, show: Callable[[Any], None], as_json: bool, quiet: bool = False) -> None:
@@ -296,6 +299,7 @@ def _show(result: Any, show: Callable[[Any], None], as_json: bool, quiet: bool =
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; every failure is one line on standard error."""
     run = Run()
+    console.begin()
     try:
         code = _invoke(args, run)
         console.close()
@@ -313,6 +317,10 @@ def main(args: Sequence[str] | None = None) -> int:
         console.error("interrupted; run the same command again to continue" if run.resumable else "interrupted")
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_OUTPUT:  # files raise CheckpointError
+            console.error(f"the output cannot be written: {error.strerror or error}", debug=run.debug)
+            console.discard()
+            return FAILED
         hint = "" if run.debug else "; run it again with --debug and report the traceback"
         console.error(f"a bug in lowprec: {type(error).__name__}: {error}{hint}", debug=run.debug)
         return FAILED

@@ -50,13 +50,20 @@ def as_json(content: Any) -> None:
     sys.stdout.write("\n")
 
 
+def begin() -> None:
+    """Give streams that the caller has closed (`>&-`) somewhere to write to, so that a command does its work."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
+
+
 def close() -> None:
-    """Flush standard output while a closed pipe can still be answered. Raises BrokenPipeError."""
+    """Flush standard output while a closed pipe or a full disk can still be answered. Raises OSError."""
     sys.stdout.flush()
 
 
 def discard() -> None:
-    """Send the rest of the output nowhere: its reader has gone, and the interpreter flushes once more at its end."""
+    """Send the rest of the output nowhere: nobody can have it, and the interpreter flushes once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

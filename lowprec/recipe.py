@@ -40,6 +40,7 @@ _TOP_KEYS = (
 )
 _RULE_KEYS = ("roles", "layers", "names", "weight", "activation")
 _LAYER_KEYS = ("first", "last")
+_LARGEST = 1_000_000  # bytes of a recipe file; a device such as /dev/zero never ends
 _SHARE = re.compile(r"(100|[0-9]{1,2})%")
 
 Count = int | str  # a number of layers, or a share such as "15%"
@@ -171,12 +172,22 @@ def _read_tree(name: str, is_path: bool, seen: Mapping[str, str]) -> dict[str, A
 def _parse_toml(name: str, is_path: bool) -> dict[str, Any]:
     """The text of a recipe as TOML gives it."""
     try:
-        text = Path(name).read_text(encoding="utf-8") if is_path else recipe_text(name)
-        return tomllib.loads(text)
+        return tomllib.loads(_read_text(name) if is_path else recipe_text(name))
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe '{name}' is not valid TOML: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"recipe '{name}' is nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe file '{name}' cannot be read: {error}") from None
+
+
+def _read_text(name: str) -> str:
+    """The text of a file, which may be a pipe. Raises OSError, UnicodeDecodeError, RecipeError."""
+    with open(name, "rb") as file:
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise RecipeError(f"'{name}' is no recipe: it has more than {_LARGEST} bytes")
+    return data.decode("utf-8").replace("\r\n", "\n")
 
 
 def _merge(base: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,9 +211,15 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
     if keys[0] == "extends":
         raise RecipeError(f"override '{item}': a parent cannot be set; name it as the recipe, or write a recipe file")
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
+        value: Any = parsed.pop("value")
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    except RecursionError:
+        raise RecipeError(f"override '{path}': its value is nested too deeply") from None
+    else:
+        if parsed:
+            raise RecipeError(f"override {item!r} sets more than '{path}'; repeat --set for each key")
     node: Any = tree
     for depth, key in enumerate(keys):
         here = ".".join(keys[: depth + 1])

@@ -140,6 +140,7 @@ def test_usage_errors(words: tuple[str, ...], part: str) -> None:
         (("--recipe", "mxfp8", "--engine", "vlm"), "did you mean 'vllm'?"),
         (("--recipe", "no/such.toml"), "no/such.toml"),
         (("--recipe", "mxfp8", "--set", "policy.lst=0"), "did you mean 'last'?"),
+        (("--recipe", "mxfp8", "--set", "dialect=mxfp8"), "recipe 'mxfp8': unknown dialect 'mxfp8'"),
         (("--recipe", "mxfp8", "--set", "policy.last"), "must look like policy.last=0"),
         (("--recipe", "mxfp4_dense", "--set", 'rules.0.roles=["mla.kv_up"]'), "matches no tensor"),
     ],
@@ -299,6 +300,7 @@ def test_engine_chooses_the_spelling(source: Path, tmp_path: Path) -> None:
     assert (report["dialect"], report["loads"]) == ("vllm_mxfp8", ["vllm"])
     back = json.loads(run("explain", source, "-r", "mxfp8", "--engine", "sglang", "--json").stdout)
     assert (back["dialect"], back["loads"]) == ("sglang_mxfp8", ["sglang"])
+    assert run("explain", source, "-r", "mxfp8", "--engine", "").returncode == 2
     refused = run("explain", source, "-r", "nvfp4", "--engine", "transformers")
     assert refused.returncode == 1
     assert "transformers has no quantizer" in error_line(refused)
@@ -311,7 +313,7 @@ def test_sizes(text: str, count: int) -> None:
     assert parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "GB", "-1", "1TB5", "1e9", "5 parsecs"])
+@pytest.mark.parametrize("text", ["", "0", "GB", "-1", "1TB5", "1e9", "5 parsecs", "9" * 400])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(click.BadParameter):
         parse_size(text)

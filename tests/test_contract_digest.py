@@ -205,6 +205,7 @@ def test_a_damaged_contract_is_refused_wherever_it_is_damaged(damage: Any) -> No
         ({"a": [{"x": 1}]}, {"a": [{"x": 1}, {"x": 2}]}, "contract.a has 1 entries against 2"),
         ({"a": 1}, {"a": True}, "contract.a is 1 against true"),
         ({"a": 1}, {"a": 1.0}, "contract.a is 1 against 1.0"),
+        ({"a": 0.0}, {"a": -0.0}, "contract.a is 0.0 against -0.0"),
         ({"a": None}, {"a": {"x": 1}}, 'contract.a is null against {"x": 1}'),
         ({"a": []}, {"a": []}, ""),
         (3, 3, ""),
@@ -221,3 +222,9 @@ def test_equal_rules_are_equal_records() -> None:
     other = TensorRule(roles=("a", "b"), layers=(1, 2), names=("x", "y"), **words)
     assert one == other
     assert hash(one) == hash(other)
+
+
+def test_not_a_number_is_no_difference() -> None:
+    nan = float("nan")
+    assert first_difference({"a": [nan]}, {"a": [float("nan")]}) == ""
+    assert first_difference({"a": nan}, {"a": 1.0}) == "contract.a is NaN against 1.0"

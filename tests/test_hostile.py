@@ -160,6 +160,14 @@ INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda s: set_index(s, **{NORM: 1}),
         "'{s}/{i}' places tensor 'model.norm.weight' in 1, which is not a file of the folder",
     ),
+    "our manifest": (
+        lambda s: set_index(s, **{NORM: "lowprec.json"}),
+        "'{s}/{i}' places tensor 'model.norm.weight' in 'lowprec.json', which is no .safetensors file",
+    ),
+    "hidden": (
+        lambda s: set_index(s, **{NORM: ".lowprec-partial.safetensors"}),
+        "'{s}/{i}' places tensor 'model.norm.weight' in '.lowprec-partial.safetensors', which is no .safetensors file",
+    ),
     "no such file": (
         lambda s: set_index(s, **{NORM: "x.safetensors"}),
         "{i} names 'x.safetensors', which is not in '{s}'",

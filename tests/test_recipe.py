@@ -218,6 +218,17 @@ def test_unreadable(tmp_path: Path, content: bytes | None) -> None:
         load_recipe(path)
 
 
+@pytest.mark.parametrize(("text", "said"), [("x = " + "[" * 9999, "nested too deeply"), ("#" * 1_000_001, "no recipe")])
+def test_files_that_are_no_recipes(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load(tmp_path, text)
+
+
+def test_a_device_is_no_recipe() -> None:
+    with pytest.raises(RecipeError, match="'/dev/zero' is no recipe: it has more than 1000000 bytes"):
+        load_recipe("/dev/zero")
+
+
 # Each row: what is replaced in BASE, by what, and what the message must say.
 WRONG = [
     ("schema_version = 1", "schema_version = 2", "schema_version 2 is not known; this lowprec reads 1"),
@@ -359,6 +370,8 @@ def test_set_does_not_reach_another_load() -> None:
         ("policy.keep=norm", "must be a list of strings"),
         ("engines=[vllm]", "must be a list of strings"),
         ("extends=mxfp8", "a parent cannot be set"),
+        ("policy.last=0\npolicy.first=1", "sets more than 'policy.last'; repeat --set for each key"),
+        ("rules=" + "[" * 9999, "override 'rules': its value is nested too deeply"),
         ("rules=[]x", "rules must be a list of tables"),
     ],
 )

@@ -161,7 +161,7 @@ def test_killed_at_random_moments_until_it_is_done(
 
 def journal(target: Path) -> list[bytes]:
     try:
-        return (target / PARTIAL / "journal.jsonl").read_bytes().splitlines()
+        return (target / PARTIAL / ".journal.jsonl").read_bytes().splitlines()
     except FileNotFoundError:
         return []
 
@@ -216,7 +216,7 @@ def test_a_partial_file_that_was_damaged_is_noticed(source: Path, whole: dict[st
 @pytest.mark.parametrize("damage", ["torn", "garbage", "empty line", "missing", "header", "shorter", "removed"])
 def test_damaged_staging_is_done_again(damage: str, source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     interrupt(source, tmp_path, 30)
-    path = tmp_path / PARTIAL / "journal.jsonl"
+    path = tmp_path / PARTIAL / ".journal.jsonl"
     shard = sorted((tmp_path / PARTIAL).glob("*.safetensors"))[0]
     match damage:
         case "torn":
@@ -270,7 +270,7 @@ def test_another_contract_source_or_option_is_refused(finished: bool, source: Pa
 
 def test_another_format_version_is_refused(source: Path, tmp_path: Path) -> None:
     interrupt(source, tmp_path / "begun", 5)
-    edit_json(tmp_path / "begun" / PARTIAL / "state.json", format_version=0)
+    edit_json(tmp_path / "begun" / PARTIAL / ".state.json", format_version=0)
     with pytest.raises(CheckpointError, match="by a lowprec of another format version: format_version is 1 against 0"):
         convert(source, tmp_path / "begun", RECIPE)
     convert(source, tmp_path / "finished", RECIPE)

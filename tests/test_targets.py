@@ -94,6 +94,59 @@ def test_a_foreign_file_in_an_unfinished_target(tmp_path: Path) -> None:
     refused(message, QWEN3, target)
 
 
+def test_carried_files_named_like_those_of_an_unfinished_conversion(tmp_path: Path) -> None:
+    source = copy(QWEN3, tmp_path / "source")
+    names = ("lock", "state.json", "state.new", "journal.jsonl", "LOCK")
+    for name in names:
+        (source / name).write_text("precious")
+    convert(source, tmp_path / "target", RECIPE)
+    carried = {"lock", "state.json", "LOCK"}
+    assert carried == {name for name in names if (tmp_path / "target" / name).exists()}
+    assert not verify(tmp_path / "target", against=source).faults
+    assert convert(source, tmp_path / "target", RECIPE).nothing_to_do
+
+
+PLACES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "a link to a folder": (lambda folder, mine: folder.symlink_to(mine.parent), ""),
+    "a file": (lambda folder, mine: mine.rename(folder), ""),
+    "a file in it": (lambda folder, mine: (folder.mkdir(), mine.rename(folder / "x")), "/x"),
+    "a link for a shard": (lambda folder, mine: (folder.mkdir(), (folder / MODEL).symlink_to(mine)), f"/{MODEL}"),
+    "a link for the journal": (
+        lambda folder, mine: (folder.mkdir(), (folder / ".journal.jsonl").symlink_to(mine)),
+        "/.journal.jsonl",
+    ),
+    "a pipe": (lambda folder, mine: (folder.mkdir(), os.mkfifo(folder / ".journal.jsonl")), "/.journal.jsonl"),  # noqa: ARG005
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_what_is_not_ours_in_the_place_of_the_partial_folder(case: str, tmp_path: Path) -> None:
+    """We neither write through it nor remove it, and do not wait for a pipe."""
+    place, name = PLACES[case]
+    target, mine = tmp_path / "target", tmp_path / "mine" / "x"
+    target.mkdir()
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    place(target / PARTIAL, mine)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError) as caught:
+        convert(QWEN3, target, RECIPE)
+    assert str(caught.value) == (
+        f"target '{target}' is not empty: '{PARTIAL}{name}' does not belong to this conversion; "
+        "give a new or empty folder"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "precious" in {path.read_text() for path in before if path.is_file()}
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match="the current folder cannot be read: No such file or directory"):
+        convert(QWEN3, "target", RECIPE)
+
+
 def test_a_finished_target_that_was_changed_is_not_nothing_to_do(tmp_path: Path) -> None:
     convert(QWEN3, tmp_path / "t", RECIPE)
     for name in (MODEL, "config.json", "generation_config.json", "hf_quant_config.json"):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Container, Mapping
 from typing import Any
 
+_LONGEST = 200  # characters of a value in a message
+
 
 def canonical(content: Any) -> str:
     """Canonical JSON text: sorted keys, no spaces, ASCII."""
@@ -15,7 +17,7 @@ def canonical(content: Any) -> str:
 def first_difference(ours: Any, theirs: Any, path: str = "contract") -> str:
     """The first place, in sorted order, where two JSON values differ, as `path: ours against theirs`; "" if equal.
 
-    Equal means the same canonical text: 1, 1.0 and true differ.
+    Equal means the same canonical text: 1, 1.0 and true differ, NaN is equal to itself.
     """
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in sorted({*ours, *theirs}):
@@ -26,9 +28,12 @@ def first_difference(ours: Any, theirs: Any, path: str = "contract") -> str:
         return ""
     if isinstance(ours, list) and isinstance(theirs, list):
         return _first_difference_of_lists(ours, theirs, path)
-    if type(ours) is type(theirs) and ours == theirs:
-        return ""
-    return f"{path} is {json.dumps(ours)} against {json.dumps(theirs)}"
+    one, other = json.dumps(ours), json.dumps(theirs)
+    return "" if one == other else f"{path} is {_shortened(one)} against {_shortened(other)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _first_difference_of_lists(ours: list[Any], theirs: list[Any], path: str) -> str:
