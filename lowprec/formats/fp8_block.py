@@ -10,7 +10,8 @@ One name, three rules in use. They differ in the last bit of the scale, and in 1
 `scale="pow2"` makes the scale a power of two, rounded up, so it is also exact as an E8M0 byte (Blackwell).
 
 Agrees with TransformerEngine (common/recipe/recipe_common.cuh, common/transpose/quantize_transpose_*_blockwise.cu),
-DeepGEMM (deep_gemm/utils/math.py) and DeepSeek-V3 (inference/kernel.py).
+DeepGEMM (deep_gemm/utils/math.py) and the formulas of DeepSeek-V3 (inference/kernel.py) under IEEE division: Triton
+compiles that file's `/` to an approximate divide, so a GPU may differ there in the last bit.
 """
 
 from __future__ import annotations
