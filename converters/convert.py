@@ -14,7 +14,7 @@ from lowprec.checkpoint import MANIFEST_NAME, FileRecord, Manifest, Stored, Tens
 from lowprec.errors import CheckpointError
 from lowprec.plan import Step
 
-from .compute import Computer, Sink, Task, checksum_of, make_tasks, run_step
+from .compute import Sink, Task, checksum_of, make_tasks
 from .executors import count_workers, run_tasks
 from .hf import CONFIG, INDEX, Checkpoint
 from .identity import Identity
@@ -22,6 +22,7 @@ from .journal import Entry, Journal
 from .meter import Meter, OnProgress
 from .report import Conversion, ConvertReport, Phase
 from .staging import Staging, Survey
+from .stripes import Prepared, StripeComputer
 
 # What manifest, index and journal together take for one tensor, generously; only for the check of free space.
 _RECORD_BYTES = 4000
@@ -128,7 +129,7 @@ class _Job:
         self._source = source
         self._conversion = conversion
         self._staging = staging
-        self._computer = Computer(source, conversion, allow_nonfinite=allow_nonfinite)
+        self._computer = StripeComputer(source, conversion, allow_nonfinite=allow_nonfinite)
         self._meter = Meter(conversion.bytes_before, progress)
         self._journal: Journal = staging.prepare()
         self._earlier = dict(self._journal.entries)
@@ -142,9 +143,9 @@ class _Job:
     def _do(self, task: Task) -> None:
         """One tensor, or one group of partners: only those that are not finished are written."""
         pending = [step for step in task.steps if not self._is_finished(step)]
-        amax = self._computer.shared_amax(task) if pending else None
+        prepared = self._computer.prepare(task) if pending else Prepared()
         for step in pending:
-            sources, outputs = run_step(self._computer, step, amax, self._sink)
+            sources, outputs = self._computer.run(step, prepared, self._sink)
             self._journal.append(step.tensor.name, Entry(source=sources, outputs=outputs))
             written = sum(info.nbytes for info in self._conversion.outputs[step.tensor.name])
             self.counts.add_written(step.source.nbytes, written)

@@ -83,9 +83,13 @@ class Checkpoint:
         """One stored tensor. Raises CheckpointError."""
         return self.shards[self.shard_of[name]].read(name)
 
-    def chunks(self, name: str) -> Iterator[Bytes]:
-        """One stored tensor's bytes, a piece at a time. Raises CheckpointError."""
-        return self.shards[self.shard_of[name]].chunks(name)
+    def chunks(self, name: str, buffer: Bytes | None = None) -> Iterator[Bytes]:
+        """One stored tensor's bytes, a piece at a time, all in `buffer` if there is one. Raises CheckpointError."""
+        return self.shards[self.shard_of[name]].chunks(name, buffer)
+
+    def read_into(self, name: str, start: int, data: Bytes) -> None:
+        """Fill `data` with one stored tensor's bytes from `start` on. Raises CheckpointError."""
+        self.shards[self.shard_of[name]].read_into(name, start, data)
 
     def fingerprint(self) -> tuple[FileRecord, ...]:
         """What the result is made from: shards by size and header, every other file that is read by its content."""
