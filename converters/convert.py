@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowprec.checkpoint import MANIFEST_NAME, FileRecord, Manifest, Stored, TensorRecord, checksum, read_bytes
+from lowprec.checkpoint.files import Bytes
 from lowprec.errors import CheckpointError
 from lowprec.plan import Step
 
 from .compute import Sink, Task, checksum_of, make_tasks
 from .executors import count_workers, run_tasks
+from .flush import Flusher
 from .hf import CONFIG, INDEX, Checkpoint
 from .identity import Identity
 from .journal import Entry, Journal
@@ -132,12 +134,14 @@ class _Job:
         self._computer = StripeComputer(source, conversion, allow_nonfinite=allow_nonfinite)
         self._meter = Meter(conversion.bytes_before, progress)
         self._journal: Journal = staging.prepare()
+        self._flusher = Flusher()
         self._earlier = dict(self._journal.entries)
         self.counts = _Counts()
 
     def run(self, workers: int) -> None:
         """Finish every tensor. Raises what `convert` raises."""
-        run_tasks(make_tasks(self._conversion, self._source), self._do, workers)
+        with self._flusher:
+            run_tasks(make_tasks(self._conversion, self._source), self._do, workers)
         self._meter.report(Phase.PUBLISH, "", 0)
 
     def _do(self, task: Task) -> None:
@@ -153,7 +157,12 @@ class _Job:
 
     def _sink(self, name: str) -> Sink:
         writer = self._staging.writer_of(name)
-        return lambda start, data: writer.write(name, start, data)
+
+        def write(start: int, data: Bytes) -> None:
+            writer.write(name, start, data)
+            self._flusher.wrote(writer, data.nbytes)
+
+        return write
 
     def _is_finished(self, step: Step) -> bool:
         """Whether an earlier run finished the step and its bytes are still there.

@@ -105,7 +105,7 @@ def _plan(given: _Input, contract: Contract, family: Family, max_shard_size: int
     dialect = get_dialect(contract.dialect)
     outputs = {step.tensor.name: stored_for(step, dialect) for step in plan.steps}
     ignore = ignore_list(plan, dialect)
-    engines = dict(sorted(expressible(plan, dialect, ignore=ignore).items()))  # a contract gives no order, a recipe does
+    engines = dict(sorted(expressible(plan, dialect, ignore=ignore).items()))  # a contract gives no order
     section, extra = dialect.config(plan, ignore)
     dequantized = any(step.action is Action.DEQUANTIZE for step in plan.steps)
     config = config_with(given.config, section, contract.dtype if dequantized else None)

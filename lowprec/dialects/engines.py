@@ -150,17 +150,20 @@ def _first(module: Module, quantized: bool) -> str:
     return next(step.tensor.name for step in module.members if is_quantized(step) is quantized)
 
 
-def expressible(plan: Plan, dialect: Dialect, tp: int = 1) -> Mapping[str, tuple[str, ...]]:
+def expressible(
+    plan: Plan, dialect: Dialect, tp: int = 1, *, ignore: tuple[str, ...] | None = None
+) -> Mapping[str, tuple[str, ...]]:
     """For each engine of the contract: why it would not load the result, or serve something else; () if it is fine.
 
     Args:
         tp: tensor-parallel size; block-scaled weights are cut between blocks only.
+        ignore: the plan's `ignore_list`, where it is known already.
 
     Raises:
         PlanError: an engine that is not known, or a plan that the dialect cannot state.
     """
     engines = {name: get_engine(name) for name in plan.contract.engines}
-    section, _ = dialect.config(plan, ignore_list(plan, dialect))
+    section, _ = dialect.config(plan, ignore_list(plan, dialect) if ignore is None else ignore)
     if section is None:
         return dict.fromkeys(engines, ())
     found: dict[str, tuple[str, ...]] = {}
