@@ -39,36 +39,34 @@ CLONES void decode_int4_tile(const uint8_t *restrict codes, int64_t count, float
         v[i] = (float)((int32_t)codes[i] - INT4_OFFSET);
 }
 
-/* For each group the stored scale and what its elements are divided by: the scale, but Inf for a zero group, which
- * makes all its codes 0 whatever tiny numbers are in it. */
+/* For each group the stored scale, in bfloat16 and in float32. A zero group has 1, which leaves its codes 0 whatever
+ * numbers too small for a scale are in it. */
 CLONES void int4_scales(float amax_divisor, const float *restrict amax, int64_t groups, uint16_t *restrict stored,
-                        float *restrict divisor, float *restrict decode)
+                        float *restrict scale)
 {
     for (int64_t g = 0; g < groups; g++) {
-        uint16_t scale = f32_to_bf16(at_most(amax[g] / amax_divisor, largest_finite(BF16)));
-        uint16_t kept = scale == 0 ? 0x3f80 : scale; /* 1.0 */
-        divisor[g] = float_of(scale == 0 ? INF_BITS : (uint32_t)scale << 16);
-        decode[g] = float_of((uint32_t)kept << 16);
-        stored[g] = kept;
+        uint16_t rounded = f32_to_bf16(at_most(amax[g] / amax_divisor, largest_finite(BF16)));
+        stored[g] = rounded == 0 ? 0x3f80 : rounded; /* 1.0 */
+        scale[g] = float_of((uint32_t)stored[g] << 16);
     }
 }
 
 static void int4_tile(struct int4_options options, int fake, int dtype, const void *x, int64_t count, void *out,
-                      uint16_t *scale)
+                      uint16_t *stored)
 {
-    ALIGNED float v[TILE], amax[TILE], divisor[TILE], decode[TILE];
+    ALIGNED float v[TILE], amax[TILE], scale[TILE];
     ALIGNED uint8_t codes[TILE];
     block_amax(dtype, x, 0, 1, count, options.group, IGNORE_NAN, amax);
-    int4_scales(options.divisor, amax, count / options.group, scale, divisor, decode);
+    int4_scales(options.divisor, amax, count / options.group, stored, scale);
     load_tile(dtype, x, count, v);
-    divide_tile(v, count, options.group, divisor);
+    divide_tile(v, count, options.group, scale);
     if (!fake) {
         encode_int4_tile(options.lowest, v, count, codes);
         pack_tile(codes, count, out);
         return;
     }
     round_int4_tile(options.lowest, v, count);
-    multiply_tile(v, count, options.group, decode);
+    multiply_tile(v, count, options.group, scale);
     store_tile(dtype, v, count, out);
 }
 

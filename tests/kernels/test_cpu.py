@@ -84,6 +84,27 @@ def test_every_mantissa_of_the_global_amax(variant) -> None:
     assert_same_as_reference(kernel, x, options)
 
 
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_nothing_but_nan_or_inf(variant, dtype) -> None:
+    kernel, options = parts(variant)
+    x = np.full((256, 512), np.nan, dtype)
+    assert_same_as_reference(kernel, x, options)
+    x[::2, ::3] = -x[::2, ::3]
+    x[128:, :256] = 1
+    x[:128, 256:384] = -np.inf
+    assert_same_as_reference(kernel, x, options)
+
+
+@pytest.mark.parametrize("rule", ["te", "deepgemm", "deepseek"])
+@pytest.mark.parametrize("block", [(1, 5000), (16, 4500), (7, 2049), (300, 6144), (5000, 20000)], ids=str)
+def test_blocks_wider_than_a_tile(block, rule) -> None:
+    kernel, options = parts(("fp8_block", {"block": block, "rule": rule}))
+    random = np.random.default_rng(6)
+    assert_same_as_reference(kernel, weights(random, (40, 10001), BF16), options)
+    assert_same_as_reference(kernel, patterns(random, (40, 10001), F32), options)
+
+
 # ---- memory --------------------------------------------------------------------------------------------
 
 
