@@ -205,6 +205,12 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     path.write_text("{\n" + ",\n".join([*lines, '"tensors":{' + ",\n".join(rows) + "}"]) + "\n}\n")
 
 
+def part(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest records of the source's piece of one tensor."""
+    recorded: dict[str, Any] = manifest["tensors"][DOWN]["parts"]["weight"]
+    return recorded
+
+
 FILES: dict[str, tuple[Callable[[Path], object], set[tuple[str, str]]]] = {
     "shard gone": (lambda t: (t / MODEL).unlink(), {("file", MODEL)}),
     "shard cut": (lambda t: (t / MODEL).write_bytes((t / MODEL).read_bytes()[:-9]), {("file", MODEL)}),
@@ -238,6 +244,10 @@ FILES: dict[str, tuple[Callable[[Path], object], set[tuple[str, str]]]] = {
     "recorded dtype": (
         lambda t: edit_manifest(t, lambda m: m["tensors"][DOWN]["outputs"][0].update(dtype="U8")),
         {("manifest", DOWN)},
+    ),
+    "recorded piece": (
+        lambda t: edit_manifest(t, lambda m: m["tensors"][DOWN].update(parts={"x": part(m)})),
+        {("manifest", "lowprec.json")},
     ),
     "recorded file": (
         lambda t: edit_manifest(t, lambda m: m["tensors"][DOWN]["outputs"][0].update(shard="../x")),

@@ -168,6 +168,8 @@ def _tensor_from_json(name: str, entry: Mapping[str, Any]) -> TensorRecord:
         stored=_options_from_json(entry["stored"]),
         parts={word: _info_from_json(part) for word, part in entry["parts"].items()},
     )
+    if source.stored is None and set(source.parts) != {"weight"}:
+        raise ValueError(f"tensor '{name}' is not quantized, but consists of {sorted(source.parts)}")
     return TensorRecord(
         source=source,
         checksums={word: str(part["xxh3_128"]) for word, part in entry["parts"].items()},
