@@ -125,9 +125,8 @@ class StripeComputer:
             FormatError: a value that the format, or `quantize_from`, turns into Inf.
         """
         if step.action is Action.KEEP:
-            buffer = self._buffers.bytes(
-                "stripe", self._stripe // _LARGEST_ITEM * _LARGEST_ITEM or _LARGEST_ITEM, self._path(step)
-            )
+            count = max(self._stripe // _LARGEST_ITEM, 1) * _LARGEST_ITEM
+            buffer = self._buffers.bytes("stripe", min(count, max(step.source.nbytes, 1)), self._path(step))
             digest = self._computer.copy(step, sink_for(step.tensor.name), buffer)
             return {"weight": digest}, {step.tensor.name: digest}
         if self._is_cut(step):
