@@ -65,7 +65,8 @@ def convert(
     Args:
         source: see `explain`, as for the other arguments that it has.
         target: a folder that does not exist, is empty, or holds this conversion, finished or not.
-        workers: threads; None: one for each processor. Memory grows with workers times the largest tensor.
+        workers: threads; None: one for each processor. Each takes a few stripes of rows, and for formats with a global
+            amax 64 MiB more; the size of tensors matters only to dialects that cannot be written row by row.
         allow_nonfinite: carry NaN and Inf of the source over instead of refusing them, in weights that are quantized
             and in those that are kept. A finite weight that a format would turn into Inf is refused all the same.
         progress: is told about every finished tensor.
