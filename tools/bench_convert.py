@@ -60,7 +60,7 @@ print(time.perf_counter() - begin)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; seconds."""
+    """One line of the table; seconds. cpu: of the conversion's threads together, which other load changes least."""
 
     input: str
     bytes: int
@@ -69,6 +69,7 @@ class Row:
     wall: float
     fastest: float
     slowest: float
+    cpu: float
     cp: float
     goal: float
     peak_rss: int
@@ -90,8 +91,8 @@ def removed(path: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def timed(command: Sequence[str]) -> tuple[float, int]:
-    """Seconds until a process ended, and the bytes of memory it had at most. Raises CalledProcessError."""
+def timed(command: Sequence[str]) -> tuple[float, float, int]:
+    """Seconds until a process ended, of processor, and its bytes of memory at most. Raises CalledProcessError."""
     begin = time.perf_counter()
     process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
@@ -99,7 +100,7 @@ def timed(command: Sequence[str]) -> tuple[float, int]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return seconds, usage.ru_maxrss * 1024
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def converts(source: Path, target: Path, recipe: str, setting: str, workers: int) -> list[str]:
@@ -126,6 +127,7 @@ def measure(name: str, source: Path, size: int, cases: Sequence[tuple[str, str]]
     """Every case `runs` times, each time after a cp of its own."""
     copies: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     walls: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+    works: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     memory = dict.fromkeys(cases, 0)
     begin = os.getloadavg()[0]
     for _ in range(args.runs):
@@ -134,8 +136,9 @@ def measure(name: str, source: Path, size: int, cases: Sequence[tuple[str, str]]
             with removed(args.folder / "copy") as copy:
                 copies[case].append(timed(["cp", "-r", str(source), str(copy)])[0])
             with removed(args.folder / "target") as target:
-                seconds, peak = timed(converts(source, target, *case, args.workers))
+                seconds, cpu, peak = timed(converts(source, target, *case, args.workers))
             walls[case].append(seconds)
+            works[case].append(cpu)
             memory[case] = max(memory[case], peak)
     rows = []
     for case in cases:
@@ -149,6 +152,7 @@ def measure(name: str, source: Path, size: int, cases: Sequence[tuple[str, str]]
                 wall=statistics.median(walls[case]),
                 fastest=min(walls[case]),
                 slowest=max(walls[case]),
+                cpu=statistics.median(works[case]),
                 cp=cp,
                 goal=ALLOWED.get(case[0], 1.0) * cp + SLACK,
                 peak_rss=memory[case],
@@ -163,7 +167,7 @@ def show(row: Row) -> None:
     """Print one line."""
     what = f"{row.input} {row.bytes / 1e9:.2f} GB, {row.recipe} {row.setting}"
     print(
-        f"{what:42s} {row.wall:6.2f} s ({row.fastest:.2f}-{row.slowest:.2f})  cp {row.cp:5.2f} s  "
+        f"{what:42s} {row.wall:6.2f} s ({row.fastest:.2f}-{row.slowest:.2f}) cpu {row.cpu:.2f} s  cp {row.cp:5.2f} s  "
         f"goal {row.goal:5.2f} s {'met' if row.met else 'MISSED':7s}{row.peak_rss / 1e9:5.2f} GB",
         flush=True,
     )
