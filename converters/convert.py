@@ -213,6 +213,10 @@ class _Job:
             loads=conversion.loads,
             unloadable=conversion.unloadable,
             carried=conversion.layout.carried,
+            configs=tuple(
+                FileRecord(name=name, size=len(data), xxh3_128=checksum(data))
+                for name, data in sorted(config_files(conversion).items())
+            ),
             tensors=tuple(records),
         )
 

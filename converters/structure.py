@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lowprec.checkpoint import MANIFEST_NAME, Manifest, ShardReader, checksum, encode_header, read_bytes, read_json
+from lowprec.checkpoint import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardReader,
+    checksum,
+    encode_header,
+    parse_object,
+    read_bytes,
+    read_json,
+)
 from lowprec.contract import first_difference
 from lowprec.errors import CheckpointError
 from lowprec.plan import Action, TensorInfo
@@ -36,8 +45,8 @@ def check_structure(
     for name in sorted(names - planned):
         if name.endswith(".safetensors"):
             faults.add(FaultKind.FILE, name, "is not part of the result, but engines would load it")
-    _check_index(target, names, conversion, faults)
-    _check_configs(target, conversion, faults)
+    _check_index(target, names, manifest, conversion, faults)
+    _check_configs(target, manifest, conversion, faults)
     _check_carried(target, manifest, faults)
     if manifest.loads != conversion.loads or manifest.unloadable != conversion.unloadable:
         faults.add(
@@ -96,7 +105,9 @@ def _check_shard(target: Path, shard: ShardLayout, faults: Faults) -> dict[str, 
     return {name: reader for name in found if found[name] == planned.get(name)}
 
 
-def _check_index(target: Path, names: frozenset[str], conversion: Conversion, faults: Faults) -> None:
+def _check_index(
+    target: Path, names: frozenset[str], manifest: Manifest, conversion: Conversion, faults: Faults
+) -> None:
     layout = conversion.layout
     if not layout.indexed:
         if INDEX in names:
@@ -104,28 +115,41 @@ def _check_index(target: Path, names: frozenset[str], conversion: Conversion, fa
         return
     try:
         weight_map, total_size = read_index(target / INDEX)
+        data = read_bytes(target / INDEX)
     except CheckpointError as error:
         faults.add(FaultKind.INDEX, INDEX, str(error))
         return
     if total_size != layout.total_size:
         faults.add(FaultKind.INDEX, INDEX, f"total_size is {total_size}, the tensors have {layout.total_size} bytes")
     planned = layout.weight_map()
+    if weight_map == planned and total_size == layout.total_size:
+        _check_written(INDEX, FaultKind.INDEX, data, manifest, faults)
     for name in sorted({*weight_map, *planned}):
         if weight_map.get(name) != planned.get(name):
             what = f"is in {weight_map.get(name)!r} by the index, in {planned.get(name)!r} by the contract"
             faults.add(FaultKind.INDEX, name, what)
 
 
-def _check_configs(target: Path, conversion: Conversion, faults: Faults) -> None:
+def _check_configs(target: Path, manifest: Manifest, conversion: Conversion, faults: Faults) -> None:
+    """What the contract decides in each config, and that nothing else in it changed since it was written."""
     for name, planned in conversion.configs.items():
         try:
-            found = read_json(resolved(target, name), unique=False)
+            data = read_bytes(resolved(target, name))
+            found = parse_object(data, f"'{target / name}'", unique=False)
         except CheckpointError as error:
             faults.add(FaultKind.CONFIG, name, str(error))
             continue
         difference = first_difference(found, planned, name)
         if difference:
             faults.add(FaultKind.CONFIG, name, f"is not what the contract gives: {difference}")
+        else:
+            _check_written(name, FaultKind.CONFIG, data, manifest, faults)
+
+
+def _check_written(name: str, kind: FaultKind, data: bytes, manifest: Manifest, faults: Faults) -> None:
+    """The bytes of a file that the contract does not decide alone are those that were written."""
+    if checksum(data) not in {record.xxh3_128 for record in manifest.configs if record.name == name}:
+        faults.add(kind, name, "was changed after it was written: its checksum is another")
 
 
 def _check_carried(target: Path, manifest: Manifest, faults: Faults) -> None:

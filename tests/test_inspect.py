@@ -69,15 +69,12 @@ def test_names_without_a_role_are_oddities(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block"])
 def test_verify_survives_random_damage_and_sees_it(recipe: str, tmp_path: Path) -> None:
-    """One changed byte in any file of a target: never an exception, and a fault wherever a byte matters."""
+    """One changed byte in any file of a target: never an exception, always a fault."""
     convert(QWEN3, tmp_path / "target", recipe)
     chosen = random.Random(11)
     target = tmp_path / "target"
     originals = {path: path.read_bytes() for path in sorted(target.iterdir())}
     header = 8 + int.from_bytes(originals[target / MODEL][:8], "little")
-    manifest = originals[target / "lowprec.json"]
-    # Of the source's files the manifest alone knows checksum and size: only --against can see these change.
-    unseen = range(manifest.index(b'"lowprec_version"'), manifest.index(b'"tensors"'))
     for number in range(120):
         path = chosen.choice(list(originals))
         data = bytearray(originals[path])
@@ -88,13 +85,6 @@ def test_verify_survives_random_damage_and_sees_it(recipe: str, tmp_path: Path) 
         )
         path.write_bytes(data)
         report = verify(target, workers=1)
-        if path.name == MODEL or (path.name == "lowprec.json" and at not in unseen):
-            assert report.faults or _is_a_source_checksum(manifest, at), (path.name, at, data[at])
+        assert report.faults, (path.name, at, data[at])
         path.write_bytes(originals[path])
     assert verify(target).ok
-
-
-def _is_a_source_checksum(manifest: bytes, at: int) -> bool:
-    """Whether the byte stands in a `parts` entry, which describes a source that is not there."""
-    line_start = manifest.rfind(b"\n", 0, at) + 1
-    return manifest.rfind(b'"parts":', line_start, at) > 0

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from folders import (
     DEEPSEEK_V3,
     INDEX,
@@ -48,6 +49,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for recipe in ("fp8_block_ue8m0", "mxfp8", "nvfp4", "mxfp4_dense"):
         convert(QWEN3, folder / recipe, recipe)
     return {path.name: path for path in folder.iterdir()}
+
+
+def flip_source_checksum(target: Path) -> None:
+    """Another digit in what the manifest says of a source tensor, which nothing else in the target can contradict."""
+    text = (target / "lowprec.json").read_text()
+    at = text.index('"parts":{') + text[text.index('"parts":{') :].index('xxh3_128":"') + len('xxh3_128":"')
+    (target / "lowprec.json").write_text(text[:at] + ("1" if text[at] == "0" else "0") + text[at + 1 :])
 
 
 def faults(target: Path, source: Path | None = None) -> set[tuple[str, str]]:
@@ -200,9 +208,11 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     tensors = content.pop("tensors")
+    del content["xxh3_128"]
     lines = [f"{dump(key)}:{dump(value)}" for key, value in sorted(content.items())]
     rows = [f"{dump(key)}:{dump(value)}" for key, value in sorted(tensors.items())]
-    path.write_text("{\n" + ",\n".join([*lines, '"tensors":{' + ",\n".join(rows) + "}"]) + "\n}\n")
+    body = ",\n".join([*lines, '"tensors":{' + ",\n".join(rows) + "}"])
+    path.write_text(f'{{\n{body},\n"xxh3_128":"{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n')
 
 
 def part(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +233,15 @@ FILES: dict[str, tuple[Callable[[Path], object], set[tuple[str, str]]]] = {
     "carried": (lambda t: (t / "generation_config.json").write_text("{}"), {("file", "generation_config.json")}),
     "carried gone": (lambda t: (t / "generation_config.json").unlink(), {("file", "generation_config.json")}),
     "config": (lambda t: edit_json(t / "config.json", quantization_config=None), {("config", "config.json")}),
+    "config of the model": (
+        lambda t: edit_json(t / "config.json", hidden_act="sklu"),
+        {("config", "config.json")},
+    ),
+    "config by a byte": (
+        lambda t: (t / "config.json").write_text((t / "config.json").read_text() + " "),
+        {("config", "config.json")},
+    ),
+    "source's checksum": (flip_source_checksum, {("manifest", "lowprec.json")}),
     "config gone": (lambda t: (t / "config.json").unlink(), {("config", "config.json")}),
     "config broken": (lambda t: (t / "config.json").write_text("{"), {("config", "config.json")}),
     "manifest gone": (lambda t: (t / "lowprec.json").unlink(), {("manifest", "lowprec.json")}),

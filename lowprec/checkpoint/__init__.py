@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .files import checksum, read_bytes, read_json
+from .files import checksum, parse_object, read_bytes, read_json
 from .header import HEADER_LIMIT, NUMPY_DTYPES, Header, Placed, encode_header, read_header, stored_order
 from .manifest import (
     FORMAT_VERSION,
@@ -30,6 +30,7 @@ __all__ = [
     "TensorRecord",
     "checksum",
     "encode_header",
+    "parse_object",
     "read_bytes",
     "read_header",
     "read_json",

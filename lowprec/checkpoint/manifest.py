@@ -16,7 +16,7 @@ from ..errors import CheckpointError, LowprecError
 from ..formats import get_format
 from ..formats.base import Options
 from ..plan import SourceTensor, TensorInfo
-from .files import parse_object, read_bytes
+from .files import checksum, parse_object, read_bytes
 
 MANIFEST_NAME = "lowprec.json"
 SCHEMA_VERSION = 1
@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file of the source: its size and the checksum of its header (safetensors files) or of all its bytes."""
+    """A file: its size and the checksum of its header (safetensors files) or of all its bytes."""
 
     name: str
     size: int
@@ -60,7 +60,8 @@ class Manifest:
     """Everything `verify` needs to rebuild the plan without the source.
 
     digest: the contract's, as recorded; `verify` computes it again. loads: the engines that load the result.
-    unloadable: the recipe names engines and none of them does ("no engine loads this").
+    unloadable: the recipe names engines and none of them does ("no engine loads this"). configs: config.json, the
+    index and the dialect's own file, as they were written.
     """
 
     contract: Contract
@@ -72,12 +73,13 @@ class Manifest:
     loads: tuple[str, ...]
     unloadable: bool
     carried: tuple[str, ...]
+    configs: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     lowprec_version: str = __version__
     format_version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
-        """The file's bytes: JSON with sorted keys, one line a key and one line a tensor."""
+        """The file's bytes: JSON with sorted keys, a line a key and a tensor; the last is the others' checksum."""
         head = {
             "schema_version": SCHEMA_VERSION,
             "format_version": self.format_version,
@@ -90,12 +92,14 @@ class Manifest:
             "loads": list(self.loads),
             "unloadable": self.unloadable,
             "carried": list(self.carried),
+            "configs": [record.to_json() for record in self.configs],
         }
         tensors = {record.source.name: _tensor_to_json(record) for record in self.tensors}
         lines = [f"{canonical(key)}:{canonical(value)}" for key, value in sorted(head.items())]
         rows = [f"{canonical(name)}:{canonical(value)}" for name, value in sorted(tensors.items())]
         lines.append('"tensors":{' + ",\n".join(rows) + "}")
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        body = ",\n".join(lines)
+        return f'{{\n{body},\n"xxh3_128":"{checksum(body.encode())}"\n}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -154,6 +158,7 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
         loads=tuple(content["loads"]),
         unloadable=content["unloadable"],
         carried=tuple(_file_name(name) for name in content["carried"]),
+        configs=tuple(FileRecord(**record) for record in content["configs"]),
         tensors=tuple(_tensor_from_json(name, entry) for name, entry in sorted(content["tensors"].items())),
         lowprec_version=str(content["lowprec_version"]),
         format_version=content["format_version"],
