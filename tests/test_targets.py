@@ -296,17 +296,23 @@ def become_nobody() -> None:
     os.setuid(65534)
 
 
-def test_sources_and_targets_without_permission(tmp_path: Path) -> None:
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A folder that anybody may enter; pytest locks its own to everybody else whenever another pytest starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        yield path
+
+
+def test_sources_and_targets_without_permission(public_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.owner() == "root" and folder.is_relative_to(tempfile.gettempdir()) and not folder.is_mount():
-            folder.chmod(folder.stat().st_mode | 0o055)
-    convert(QWEN3, tmp_path / "warm", RECIPE)  # loads what the child could not
-    source = copy(QWEN3, tmp_path / "source")
-    locked = tmp_path / "locked"
+    convert(QWEN3, public_path / "warm", RECIPE)  # loads what the child could not
+    source = copy(QWEN3, public_path / "source")
+    locked = public_path / "locked"
     locked.mkdir(mode=0o755)
-    opened = tmp_path / "open"
+    opened = public_path / "open"
     opened.mkdir()
     opened.chmod(0o777)
 
