@@ -21,7 +21,7 @@ if ! "$python" -c '' 2>/dev/null; then
   "$found" -m venv --clear .venv
 fi
 
-stamp=$(cat pyproject.toml setup.py tools/constraints.txt tools/venv.sh | "$python" -c '
+stamp=$(cat pyproject.toml setup.py kernels/cpu/_build.py kernels/cpu/*.[ch] tools/constraints.txt tools/venv.sh | "$python" -c '
 import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read() + sys.prefix.encode()).hexdigest())')
 
