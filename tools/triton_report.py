@@ -53,6 +53,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4 4over6 mse": ("nvfp4", {"four_over_six": "mse", "e4m3_max": 256}),
     "nvfp4 4over6 16x16": ("nvfp4", {"four_over_six": "mse", "e4m3_max": 256, "block": (16, 16)}),
 }
+# They differ from a variant above only in the formula of the scale.
+ONLY_QUANTIZE = {"fp8 128x128 te pow2", "fp8 128x128 deepgemm", "mxfp4 floor", "mxfp4 even", "nvfp4 4over6 mae"}
 
 _POINTERS = {
     torch.uint8: "*u8",
@@ -74,6 +76,8 @@ def plans(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Plan[Any]]
         module, options = MODULES[format_name], get_format(format_name).options.parse(values)
         quantize = module.plan_quantize(x, options)
         yield f"{name}: quantize", quantize
+        if name in ONLY_QUANTIZE:
+            continue
         yield f"{name}: quantize the transpose", module.plan_quantize(x.mT, options)
         yield f"{name}: fake_quantize", module.plan_fake_quantize(x, options)
         yield f"{name}: dequantize", module.plan_dequantize(quantize.result, options, dtype)
