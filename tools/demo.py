@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -112,25 +111,32 @@ def place_of(model: str) -> str:
     return model.partition(" ")[0]
 
 
+# Runs a command and writes its seconds and KiB of memory into the file that the first argument names. Linux counts what
+# the parent held as the child's too, so the parent that measures must be small, which a test with torch loaded is not.
+LAUNCHER = """
+import resource, subprocess, sys, time
+start = time.perf_counter()
+code = subprocess.call(sys.argv[2:])
+seconds = time.perf_counter() - start
+with open(sys.argv[1], "w") as file:
+    print(seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=file)
+sys.exit(code)
+"""
+
+
 def lowprec(*words: str | Path) -> Done:
     """Run the `lowprec` command that stands beside this Python."""
     command = [str(Path(sys.executable).with_name("lowprec")), *map(str, words)]
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=error)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-        texts = []
-        for file in (output, error):
-            file.seek(0)
-            texts.append(file.read().decode())
+    with tempfile.NamedTemporaryFile("r") as usage:
+        launch = [sys.executable, "-c", LAUNCHER, usage.name, *command]
+        process = subprocess.run(launch, check=False, capture_output=True)
+        seconds, kibibytes = usage.read().split()
     return Done(
         code=process.returncode,
-        output=texts[0],
-        error=texts[1],
-        seconds=seconds,
-        peak_memory=usage.ru_maxrss * 1024,
+        output=process.stdout.decode(),
+        error=process.stderr.decode(),
+        seconds=float(seconds),
+        peak_memory=int(kibibytes) * 1024,
     )
 
 
