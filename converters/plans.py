@@ -10,6 +10,7 @@ from lowprec.checkpoint import Manifest
 from lowprec.contract import Contract, resolve
 from lowprec.dialects import detect, get_dialect
 from lowprec.dialects.base import Dialect
+from lowprec.dialects.engine_notes import notes
 from lowprec.dialects.engines import expressible, ignore_list
 from lowprec.errors import CheckpointError, PlanError, RecipeError
 from lowprec.plan import Action, Plan, SourceTensor, Step, TensorInfo, build_plan
@@ -122,6 +123,7 @@ def _plan(given: _Input, contract: Contract, family: Family, max_shard_size: int
         ignore=ignore,
         engines=engines,
         loads=tuple(engine for engine, problems in engines.items() if not problems),
+        notes=notes(plan, dialect),
         bytes_before=sum(step.source.nbytes for step in plan.steps),
         bytes_after=sum(info.nbytes for infos in outputs.values() for info in infos),
         roles=_summarize(plan, outputs),

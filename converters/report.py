@@ -74,7 +74,7 @@ class Conversion:
 
     outputs: logical name -> the tensors that will be stored for it. configs: config.json and the dialect's further
     files, by name. ignore: names the config tells engines not to quantize. engines: engine -> why it cannot load the
-    result (empty: it loads). loads: the engines that do.
+    result (empty: it loads). loads: the engines that do. notes: what a user should know of them all the same.
     """
 
     source: str
@@ -89,6 +89,7 @@ class Conversion:
     ignore: tuple[str, ...]
     engines: Mapping[str, tuple[str, ...]]
     loads: tuple[str, ...]
+    notes: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     roles: tuple[RoleSummary, ...]
@@ -108,6 +109,7 @@ class Conversion:
             "contract": self.contract.to_json(),
             "engines": to_plain(self.engines),
             "loads": list(self.loads),
+            "notes": list(self.notes),
             "unloadable": self.unloadable,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,

@@ -219,6 +219,7 @@ def _show_summary(conversion: Conversion) -> None:
             ("size", _sizes(conversion.bytes_before, conversion.bytes_after)),
             ("loads in", _loads(conversion)),
             *((f"not {engine}", why[0]) for engine, why in conversion.engines.items() if why),
+            *(("note", note) for note in conversion.notes),
             ("contract", contract.digest),
         )
     )

@@ -294,6 +294,14 @@ def test_options_reach_the_library(source: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
+def test_what_an_engine_does_otherwise_is_said(source: Path) -> None:
+    words = ("explain", source, "-r", "nvfp4")
+    notes = json.loads(run(*words, "--json").stdout)["notes"]
+    assert any("activations" in note for note in notes)
+    shown = run(*words).stdout
+    assert all(note in shown for note in notes)
+
+
 def test_engine_chooses_the_spelling(source: Path, tmp_path: Path) -> None:
     words = ("convert", source, tmp_path / "out", "-r", "mxfp8", "--engine", "vllm", "--json")
     report = json.loads(run(*words).stdout)["conversion"]
